@@ -1,0 +1,112 @@
+"""Prefill and decoding with a KV cache.
+
+Layers are unrolled over weights that were unstacked once, outside the loop: a step then neither slices
+stacked weights nor copies the cache, which is one array per layer, updated in place. Each row has its own
+position, so rows of different lengths decode together.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from flax import struct
+
+from vcppo_jax.models.attention import attention
+from vcppo_jax.models.config import ModelConfig
+from vcppo_jax.models.decoder import (
+    Params,
+    embed_tokens,
+    finish_layer,
+    project_qkv,
+    rms_norm,
+    rope_angles,
+)
+from vcppo_jax.sharding import constrain
+
+
+@struct.dataclass
+class Cache:
+    """Keys and values of the tokens so far; B rows, S slots, K kv heads of width H."""
+
+    keys: tuple[jax.Array, ...]
+    """Per layer [B, K, S, H], the order that the decode step's matmuls read fastest."""
+    values: tuple[jax.Array, ...]
+    lengths: jax.Array
+    """[B] int32, tokens in the cache; the next one goes there."""
+
+
+def decode_weights(params: Params, config: ModelConfig) -> Params:
+    """The parameters in the compute dtype, `layers` a tuple of one tree per layer."""
+    cast = jax.tree.map(lambda weight: weight.astype(config.compute_dtype), params)
+    layers = tuple(jax.tree.map(lambda w, i=i: w[i], cast["layers"]) for i in range(config.num_layers))
+    return {**cast, "layers": layers}
+
+
+def constrain_cache(cache: Cache) -> Cache:
+    """`cache` with its rows and kv heads split over the mesh."""
+    split: Any = lambda x: constrain(x, "batch", "act_kv_heads", "length", "head_dim")  # noqa: E731
+    return Cache(
+        keys=tuple(map(split, cache.keys)),
+        values=tuple(map(split, cache.values)),
+        lengths=constrain(cache.lengths, "batch"),
+    )
+
+
+def prefill(
+    weights: Params, config: ModelConfig, tokens: jax.Array, lengths: jax.Array, *, cache_size: int
+) -> tuple[jax.Array, Cache]:
+    """(state after the final norm of each row's last token [B, D], the cache of the prompts).
+
+    `tokens` [B, P] are right-padded to P <= cache_size; `lengths` [B] >= 1. What the padding wrote is
+    beyond `lengths`: never read, and overwritten by decoding.
+    """
+    prompt = tokens.shape[1]
+    angles = rope_angles(config, jnp.broadcast_to(jnp.arange(prompt, dtype=jnp.int32), tokens.shape))
+    x = constrain(embed_tokens(weights, config, tokens), "batch", "length", "act_embed")
+    keys, values = [], []
+
+    def to_cache(x: jax.Array) -> jax.Array:
+        return jnp.pad(jnp.swapaxes(x, 1, 2), ((0, 0), (0, 0), (0, cache_size - prompt), (0, 0)))
+
+    for layer in weights["layers"]:
+        query, key, value = project_qkv(layer, config, x, angles)
+        keys.append(to_cache(key))
+        values.append(to_cache(value))
+        x = finish_layer(layer, config, x, attention(query, key, value, None))
+        x = constrain(x, "batch", "length", "act_embed")
+    last = jnp.take_along_axis(x, (lengths - 1)[:, None, None], axis=1)[:, 0]
+    hidden = rms_norm(last, weights["norm"], config.rms_norm_eps)
+    return hidden, constrain_cache(Cache(tuple(keys), tuple(values), lengths.astype(jnp.int32)))
+
+
+def decode_step(
+    weights: Params, config: ModelConfig, tokens: jax.Array, cache: Cache
+) -> tuple[jax.Array, Cache]:
+    """(state after the final norm [B, D], cache) once `tokens` [B] have been appended to the rows."""
+    batch = tokens.shape[0]
+    kv_heads, groups = config.num_kv_heads, config.num_heads // config.num_kv_heads
+    angles = rope_angles(config, cache.lengths)
+    x = embed_tokens(weights, config, tokens)
+    rows, heads = jnp.arange(batch)[:, None], jnp.arange(kv_heads)[None, :]
+    slot = cache.lengths[:, None]
+    visible = jnp.arange(cache.keys[0].shape[2])[None, :] <= slot
+    keys, values = [], []
+
+    def append(stored: jax.Array, new: jax.Array) -> jax.Array:
+        at = stored.at[rows, heads, slot]
+        return at.set(new.astype(stored.dtype), unique_indices=True, mode="promise_in_bounds")
+
+    for layer, old_keys, old_values in zip(weights["layers"], cache.keys, cache.values):
+        query, key, value = project_qkv(layer, config, x, angles)
+        keys.append(append(old_keys, key))
+        values.append(append(old_values, value))
+        grouped = query.reshape(batch, kv_heads, groups, config.head_dim)
+        scores = jnp.einsum("bkgh,bksh->bkgs", grouped, keys[-1], preferred_element_type=jnp.float32)
+        scores = jnp.where(visible[:, None, None], scores * config.head_dim**-0.5, -1e30)
+        probs = jax.nn.softmax(scores, axis=-1).astype(x.dtype)
+        attended = jnp.einsum("bkgs,bksh->bkgh", probs, values[-1])
+        x = finish_layer(layer, config, x, attended)
+    hidden = rms_norm(x, weights["norm"], config.rms_norm_eps)
+    return hidden, constrain_cache(Cache(tuple(keys), tuple(values), cache.lengths + 1))

@@ -1,0 +1,73 @@
+"""What is read from the hidden states: next-token log-probs, entropy, logits, values. All float32."""
+
+from __future__ import annotations
+
+import jax
+import jax.numpy as jnp
+
+from vcppo_jax.models.config import ModelConfig
+from vcppo_jax.models.decoder import Params
+from vcppo_jax.sharding import constrain
+
+TOKENS_PER_CHUNK = 1024
+"""Positions whose logits exist at once: 1024 x 152k x 4 bytes is 0.6 GiB before sharding."""
+
+
+def logits(params: Params, config: ModelConfig, hidden: jax.Array) -> jax.Array:
+    """[..., V] float32 of `hidden` [..., D]; for a few positions only, never a whole [B, T] batch."""
+    if config.tie_word_embeddings:
+        kernel = params["embed"].astype(hidden.dtype)
+        return jnp.einsum("...d,vd->...v", hidden, kernel, preferred_element_type=jnp.float32)
+    kernel = params["lm_head"].astype(hidden.dtype)
+    return jnp.einsum("...d,dv->...v", hidden, kernel, preferred_element_type=jnp.float32)
+
+
+def token_logprobs(
+    params: Params,
+    config: ModelConfig,
+    hidden: jax.Array,
+    targets: jax.Array,
+    *,
+    temperature: float,
+    chunk: int = TOKENS_PER_CHUNK,
+) -> tuple[jax.Array, jax.Array]:
+    """(log-prob of each target, entropy of its distribution), each [B, L] float32.
+
+    `hidden` [B, L, D] predicts `targets` [B, L]. The distribution is softmax(logits / temperature). The
+    projection runs in chunks of `chunk` positions of the whole batch, recomputed in the backward pass, so
+    that [B, L, V] never exists.
+    """
+    batch, length, _ = hidden.shape
+    width = max(1, min(length, chunk // batch))
+    chunks = -(-length // width)
+    padding = chunks * width - length
+
+    def split(x: jax.Array) -> jax.Array:
+        padded = jnp.pad(x, ((0, 0), (0, padding), *[(0, 0)] * (x.ndim - 2)))
+        return jnp.moveaxis(padded.reshape(batch, chunks, width, *x.shape[2:]), 1, 0)
+
+    @jax.checkpoint
+    def one_chunk(hidden: jax.Array, targets: jax.Array) -> tuple[jax.Array, jax.Array]:
+        scaled = constrain(logits(params, config, hidden) / temperature, "batch", "length", "act_vocab")
+        log_normaliser = jax.nn.logsumexp(scaled, axis=-1)
+        chosen = jnp.take_along_axis(scaled, targets[..., None], axis=-1)[..., 0]
+        probs = jnp.exp(scaled - log_normaliser[..., None])
+        return chosen - log_normaliser, log_normaliser - jnp.sum(probs * scaled, axis=-1)
+
+    _, (logprobs, entropy) = jax.lax.scan(
+        lambda carry, x: (carry, one_chunk(*x)), None, (split(hidden), split(targets))
+    )
+
+    def join(x: jax.Array) -> jax.Array:
+        return jnp.moveaxis(x, 0, 1).reshape(batch, chunks * width)[:, :length]
+
+    return join(logprobs), join(entropy)
+
+
+def token_values(params: Params, hidden: jax.Array) -> jax.Array:
+    """[B, L] float32, the value of the prefix that ends at each position."""
+    score = params["score"]
+    values = jnp.einsum(
+        "...d,do->...o", hidden, score["kernel"].astype(hidden.dtype), preferred_element_type=jnp.float32
+    )[..., 0]
+    return values + score["bias"].astype(jnp.float32) if "bias" in score else values
