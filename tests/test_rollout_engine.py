@@ -1,0 +1,341 @@
+"""The engine against the full forward pass, and a sample's independence of where it ran."""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from vcppo_jax.models.config import model_config
+from vcppo_jax.models.decoder import hidden_states
+from vcppo_jax.models.heads import logits
+from vcppo_jax.models.networks import Policy, logprobs
+from vcppo_jax.models.specs import init_params, param_shardings, weight_specs
+from vcppo_jax.rollout import engine
+from vcppo_jax.rollout.engine import CHUNK_STEPS, generate, plan_rounds, prompt_bucket
+from vcppo_jax.rollout.sampling import Sampling, sample_token
+from vcppo_jax.sharding import make_mesh
+from vcppo_jax.types import Rollout
+
+VOCAB = 40
+CONFIG = model_config(
+    {
+        "model_type": "qwen2",
+        "vocab_size": VOCAB,
+        "hidden_size": 32,
+        "intermediate_size": 64,
+        "num_hidden_layers": 2,
+        "num_attention_heads": 4,
+        "num_key_value_heads": 2,
+        "rms_norm_eps": 1e-6,
+        "rope_theta": 10000.0,
+        "tie_word_embeddings": True,
+        "max_position_embeddings": 96,
+    },
+    compute_dtype="float32",
+    remat="none",
+)
+PROMPTS = [
+    [3, 1, 4],
+    [1, 5, 9, 2, 6, 5, 35, 8, 9, 7, 9, 3, 2],
+    [38],
+    [4, 6, 2, 6],
+    [4, 3, 3, 8, 3, 2],
+    [7] * 16,
+]
+KEY = jax.random.key(11)
+
+
+def make_policy(seed: int = 0) -> Policy:
+    """Weights large enough that the distribution is neither flat nor a spike."""
+    params = init_params(weight_specs(CONFIG, head="lm"), jax.random.key(seed))
+    return Policy(jax.tree.map(lambda w: w * 6 if w.ndim >= 2 else w, params), CONFIG)
+
+
+@pytest.fixture(scope="module")
+def policy() -> Policy:
+    return make_policy()
+
+
+def run(policy: Policy, prompts=PROMPTS, *, steps=12, eos_ids=(), key=KEY, kwargs=None, **rules) -> Rollout:
+    sampling = Sampling(max_new_tokens=steps, **rules)
+    return generate(policy, prompts, sampling=sampling, key=key, eos_ids=eos_ids, **(kwargs or {}))
+
+
+def assert_same(a: Rollout, b: Rollout, rows=slice(None)) -> None:
+    """Bit-equal tokens; log-probs to rounding."""
+    np.testing.assert_array_equal(a.tokens, b.tokens[rows])
+    np.testing.assert_array_equal(a.lengths, b.lengths[rows])
+    np.testing.assert_array_equal(a.truncated, b.truncated[rows])
+    np.testing.assert_allclose(a.logprobs, b.logprobs[rows], atol=1e-5)
+
+
+@contextlib.contextmanager
+def compilations():
+    """Counts what XLA compiles inside the block."""
+    names: list[str] = []
+
+    def listen(event: str, seconds: float, **_) -> None:
+        if event == "/jax/core/compile/backend_compile_duration":
+            names.append(event)
+
+    jax.monitoring.register_event_duration_secs_listener(listen)
+    try:
+        yield names
+    finally:
+        jax.monitoring.unregister_event_duration_listener(listen)
+
+
+def test_greedy_is_the_argmax_of_the_full_forward_pass(policy):
+    rollout = run(policy, temperature=0)
+
+    @jax.jit
+    def next_token(tokens, length):
+        hidden = hidden_states(policy.params, CONFIG, tokens[None])
+        row = logits(policy.params, CONFIG, hidden[:, length - 1])[0]
+        return jnp.argmax(row), jax.nn.log_softmax(row)
+
+    for i, prompt in enumerate(PROMPTS):
+        tokens = np.zeros(32, np.int32)
+        tokens[: len(prompt)] = prompt
+        for t in range(12):
+            token, logprob = next_token(tokens, len(prompt) + t)
+            assert rollout.tokens[i, t] == token
+            np.testing.assert_allclose(rollout.logprobs[i, t], logprob[token], atol=1e-5)
+            tokens[len(prompt) + t] = token
+    assert len(np.unique(rollout.tokens)) > 5
+
+
+def test_logprobs_are_those_of_the_trainer(policy):
+    rollout = run(policy, temperature=0.7, top_p=0.8, eos_ids=(0, 1, 2))
+    sequences = np.zeros((len(PROMPTS), 32), np.int32)
+    for i, prompt in enumerate(PROMPTS):
+        response = rollout.tokens[i, : rollout.lengths[i]]
+        sequences[i, : len(prompt) + len(response)] = [*prompt, *response]
+    expected = np.asarray(jax.jit(lambda p, t: logprobs(p, t, temperature=0.7))(policy, sequences))
+    for i, prompt in enumerate(PROMPTS):
+        start, length = len(prompt) - 1, rollout.lengths[i]
+        np.testing.assert_allclose(
+            rollout.logprobs[i, :length], expected[i, start : start + length], atol=1e-5
+        )
+        np.testing.assert_array_equal(rollout.logprobs[i, length:], 0)
+
+
+def test_a_sample_does_not_depend_on_batch_slot_or_order(policy):
+    everything = run(policy, eos_ids=(0, 7))
+    assert_same(run(policy, eos_ids=(0, 7), kwargs={"batch_size": 2}), everything)
+    order = np.asarray([4, 0, 5, 2])
+    kwargs = {"sample_ids": order, "batch_size": 3}
+    shuffled = run(policy, [PROMPTS[i] for i in order], eos_ids=(0, 7), kwargs=kwargs)
+    assert_same(shuffled, everything, order)
+    # Without the ids the rows are other samples, and another key gives other samples.
+    assert (run(policy, [PROMPTS[1], PROMPTS[0]]).tokens[1] != everything.tokens[0]).any()
+    assert (run(policy, key=jax.random.key(12)).tokens != everything.tokens).any()
+
+
+def test_token_t_of_a_sample_is_drawn_with_its_own_key(policy):
+    """Each token again, from the full forward pass and `sample_token`; two chunks long."""
+    steps, rules = CHUNK_STEPS + 5, Sampling(max_new_tokens=1)
+    long = run(policy, steps=steps)
+    np.testing.assert_array_equal(run(policy).tokens, long.tokens[:, :12])  # another limit, same samples
+    assert long.truncated.all()
+    assert (long.lengths == steps).all()
+
+    @jax.jit
+    def replay(sequence, length, row):
+        hidden = hidden_states(policy.params, CONFIG, sequence[None])[0]
+        scores = logits(policy.params, CONFIG, jax.lax.dynamic_slice_in_dim(hidden, length - 1, steps))
+        sample_key = jax.random.fold_in(KEY, row)
+        keys = jax.vmap(lambda t: jax.random.fold_in(sample_key, t))(jnp.arange(steps))
+        return sample_token(scores, keys, rules)[0]
+
+    for row, prompt in enumerate(PROMPTS):
+        sequence = np.zeros(64, np.int32)
+        sequence[: len(prompt) + steps] = [*prompt, *long.tokens[row]]
+        np.testing.assert_array_equal(replay(sequence, len(prompt), row), long.tokens[row])
+
+
+def test_a_response_ends_with_the_first_of_any_eos_and_none_is_invented(policy):
+    eos_ids = (7, 3, 11, 20)
+    ends, at_limit, cut = set(), 0, 0
+    for seed, pad_id in enumerate((0, 7, 39, 39, 39, 39)):
+        kwargs = {"key": jax.random.key(seed), "n": 3}
+        free = run(policy, PROMPTS[:4], **kwargs)
+        rollout = run(policy, PROMPTS[:4], eos_ids=eos_ids, kwargs={"pad_id": pad_id}, **kwargs)
+        for row in range(12):
+            stops = np.flatnonzero(np.isin(free.tokens[row], eos_ids))
+            length = stops[0] + 1 if len(stops) else 12
+            assert rollout.lengths[row] == length
+            assert rollout.truncated[row] == (len(stops) == 0)
+            np.testing.assert_array_equal(rollout.tokens[row, :length], free.tokens[row, :length])
+            assert (rollout.tokens[row, length:] == pad_id).all()
+            assert (rollout.logprobs[row, length:] == 0).all()
+            ends |= {int(rollout.tokens[row, length - 1])} if len(stops) else set()
+            at_limit += len(stops) > 0 and length == 12
+            cut += len(stops) == 0
+    assert ends == set(eos_ids)
+    assert at_limit > 0, "an EOS at the limit was seen, and is not truncated"
+    assert cut > 0
+
+
+@pytest.mark.parametrize("batch_size", [None, 2])
+def test_n_samples_share_a_prefill_and_equal_repeated_prompts(policy, batch_size):
+    samples = run(policy, PROMPTS[:4], n=3, kwargs={"batch_size": batch_size})
+    repeated = run(policy, [p for p in PROMPTS[:4] for _ in range(3)])
+    assert_same(samples, repeated)
+    assert samples.tokens.shape == (12, 12)
+    assert len(np.unique(samples.tokens[:3], axis=0)) == 3
+
+
+def test_decoding_ends_early_and_reports_progress(policy):
+    reports: list[tuple[int, int]] = []
+    kwargs = {"on_progress": lambda *now: reports.append(now)}
+    everything = tuple(range(VOCAB))
+    rollout = run(policy, eos_ids=everything, kwargs=kwargs | {"batch_size": 2})
+    assert rollout.lengths.tolist() == [1] * 6
+    assert reports == [(2, 2), (4, 4), (6, 6)], "three rounds, no chunk after the first token"
+
+    reports.clear()
+    rollout = run(policy, steps=CHUNK_STEPS + 5, eos_ids=(5,), kwargs=kwargs)
+    assert reports[0][0] == 6
+    assert reports == sorted(reports)
+    assert reports[-1] == (rollout.lengths.sum(), 6)
+    assert len(reports) == 3, "the first token, a chunk, the rest"
+
+
+def test_the_eos_ids_of_the_config_are_the_default(policy):
+    known = policy.replace(config=dataclasses.replace(CONFIG, eos_token_ids=(0, 7)))
+    assert_same(
+        generate(known, PROMPTS, sampling=Sampling(max_new_tokens=12), key=KEY), run(policy, eos_ids=(0, 7))
+    )
+
+
+def test_one_new_token(policy):
+    rollout = run(policy, steps=1, temperature=0, eos_ids=(0,))
+    np.testing.assert_array_equal(rollout.tokens, run(policy, temperature=0).tokens[:, :1])
+    assert rollout.truncated.tolist() == (rollout.tokens[:, 0] != 0).tolist()
+
+
+def test_compilations_are_known_and_new_weights_need_none(policy):
+    rng = np.random.default_rng(0)
+    sampling = Sampling(max_new_tokens=7, n=2)
+
+    def generate_random(policy, count):
+        prompts = [rng.integers(0, VOCAB, rng.integers(1, 33)).tolist() for _ in range(count)]
+        prompts[-1] = prompts[-1][:16]
+        generate(policy, prompts, sampling=sampling, key=KEY, eos_ids=(5,), batch_size=10)
+
+    run(policy, eos_ids=(0, 7))  # the weights' cast, which has no other shape
+    with compilations() as first:
+        for length in (9, 29):
+            generate(policy, [[1] * length] * 5, sampling=sampling, key=KEY, eos_ids=(0,), batch_size=10)
+    # Each of the buckets 16 and 32: the start and the chunk. The uniforms: once.
+    assert len(first) == 2 * 2 + 1
+    others = make_policy(1), make_policy(2)
+    with compilations() as second:
+        for other in others:
+            for count in (5, 14, 10):
+                generate_random(other, count)
+    assert len(second) == 0
+
+
+@pytest.mark.parametrize(
+    ("sizes", "rules"),
+    [
+        ({"fsdp": 4, "tensor": 2}, {"temperature": 0.0}),
+        ({"data": 2, "fsdp": 2, "tensor": 2}, {"n": 3}),
+    ],
+    ids=str,
+)
+def test_a_mesh_gives_the_tokens_of_one_device(policy, sizes, rules, monkeypatch):
+    mesh = make_mesh(sizes)
+    shardings = param_shardings(weight_specs(CONFIG, head="lm"), mesh)
+    sharded = policy.replace(params=jax.device_put(policy.params, shardings))
+    cache_specs = set()
+
+    def advance(*args):
+        state, summary = advance_chunk(*args)
+        cache_specs.update(str(x.sharding.spec) for x in (*state.cache.keys, *state.cache.values))
+        return state, summary
+
+    advance_chunk = engine._advance
+    prompts = PROMPTS[:4] if rules.get("n") == 3 else PROMPTS
+    expected = run(policy, prompts, eos_ids=(0, 7), **rules)
+    monkeypatch.setattr(engine, "_advance", advance)
+    assert_same(run(sharded, prompts, eos_ids=(0, 7), kwargs={"mesh": mesh}, **rules), expected)
+    assert len(cache_specs) == 1
+    assert "fsdp" in min(cache_specs), "rows are split"
+    assert "tensor" in min(cache_specs), "kv heads are split"
+
+
+def test_bfloat16_decodes_what_the_bfloat16_trainer_scores(policy):
+    config = dataclasses.replace(CONFIG, compute_dtype="bfloat16")
+    low = Policy(policy.params, config)
+    rollout = run(low, [PROMPTS[1]] * 4, steps=6)
+    assert rollout.logprobs.dtype == np.float32
+    sequences = np.concatenate([np.tile(PROMPTS[1], (4, 1)), rollout.tokens], axis=1)
+    expected = jax.jit(logprobs)(low, sequences)[:, -6:]
+    np.testing.assert_allclose(rollout.logprobs, expected, atol=0.1)
+
+
+def test_buckets_are_few():
+    assert {prompt_bucket(n) for n in range(1, 1025)} == {16, 32, 64, 128, 256, 512, 1024}
+    assert all(prompt_bucket(n) >= n for n in range(1, 1025))
+    assert {plan_rounds(p, 1, 64, 1).prompts for p in range(1, 65)} == {
+        1,
+        2,
+        3,
+        4,
+        6,
+        8,
+        12,
+        16,
+        24,
+        32,
+        48,
+        64,
+    }
+
+
+@pytest.mark.parametrize(
+    ("prompts", "n", "batch_size", "shards", "shape"),
+    [
+        (512, 1, 256, 1, (256, 1)),
+        (257, 1, 256, 1, (192, 1)),
+        (200, 1, 200, 1, (200, 1)),
+        (3, 1, 256, 1, (3, 1)),
+        (3, 1, 256, 8, (8, 1)),
+        (32, 8, 100, 1, (12, 8)),
+        (5, 4, 16, 8, (4, 4)),
+        (2, 32, 16, 1, (1, 16)),
+        (2, 9, 8, 1, (1, 5)),
+        (2, 9, 8, 4, (1, 8)),
+    ],
+)
+def test_rounds_are_even_and_divide_over_the_shards(prompts, n, batch_size, shards, shape):
+    planned = plan_rounds(prompts, n, batch_size, shards)
+    assert planned == shape
+    assert planned.prompts * planned.copies % shards == 0
+
+
+def test_bad_input_is_named(policy):
+    for prompts, message in [
+        ([], "at least one prompt"),
+        ([[1], []], "prompt 1 is empty"),
+        ([[1], [1] * 90], "prompt 1 has 90 tokens.*leave room for 84"),
+        ([[1, VOCAB]], f"prompt 0 has token ids 1..{VOCAB}; the vocabulary is 0..{VOCAB - 1}"),
+    ]:
+        with pytest.raises(ValueError, match=message):
+            run(policy, prompts)
+    with pytest.raises(
+        ValueError, match=r"sample_ids: expected 12 ids \(6 prompts x n = 2\), got shape \(3,\)"
+    ):
+        run(policy, n=2, kwargs={"sample_ids": [1, 2, 3]})
+    with pytest.raises(ValueError, match="config names no EOS id"):
+        generate(policy, PROMPTS, sampling=Sampling(max_new_tokens=2), key=KEY)
+    with pytest.raises(ValueError, match="batch_size: expected at least 1, got 0"):
+        run(policy, kwargs={"batch_size": 0})
