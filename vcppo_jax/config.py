@@ -1,0 +1,377 @@
+"""The configuration: frozen, typed, strict; every key's one default and explanation stand here.
+
+pydantic does the typing; `config_load` reads YAML files and command lines into `Config`.
+"""
+
+from __future__ import annotations
+
+from typing import Annotated, Literal
+
+from pydantic import BaseModel, ConfigDict, Field, model_validator
+
+Positive = Annotated[int, Field(ge=1)]
+NonNegative = Annotated[int, Field(ge=0)]
+Phase = Literal["sft", "value", "rl", "evaluate"]
+Aggregation = Literal[
+    "token-mean", "token-sum", "seq-mean-token-sum", "seq-mean-token-mean", "seq-mean-token-sum-norm"
+]
+
+
+class Section(BaseModel):
+    """Base of all sections: immutable, hashable, no unknown keys."""
+
+    model_config = ConfigDict(frozen=True, extra="forbid", allow_inf_nan=False)
+
+
+class ModelSection(Section):
+    """The policy."""
+
+    path: str = Field(
+        description="Hugging Face directory of the policy (Qwen2/2.5, Qwen3 or Llama), a phase of another "
+        "run "
+        "(runs/x/rl), or builtin:tiny, the small model that the package ships."
+    )
+    init: Literal["pretrained", "random"] = Field(
+        "pretrained",
+        description="pretrained reads the weights; random reads config.json alone and draws new ones.",
+    )
+    compute_dtype: Literal["bfloat16", "float32"] = Field(
+        "bfloat16", description="Type of the matmuls. Master weights and optimizer states are float32 always."
+    )
+    remat: Literal["none", "full", "dots"] = Field(
+        "full",
+        description="What the backward pass computes again: none keeps all activations, full keeps one "
+        "per layer, "
+        "dots keeps the results of the matmuls.",
+    )
+
+
+class ValueModelSection(Section):
+    """The value model: a network of its own, which may be smaller than the policy."""
+
+    init: Literal["policy", "reward_model", "checkpoint"] = Field(
+        "policy",
+        description="Where the value model starts: policy (the policy's weights, a new head), "
+        "reward_model (the "
+        "Hugging Face directory value_model.path; the log says whether a head was found), checkpoint (a "
+        "checkpoint of "
+        "value-pretraining or RL at value_model.path). When `phases` lists value, RL starts from this "
+        "run's value "
+        "phase unless init is checkpoint.",
+    )
+    path: str | None = Field(
+        None,
+        description="For reward_model: a Hugging Face directory. For checkpoint: runs/x/value, or one "
+        "step of it, "
+        "runs/x/value/checkpoints/STEP.",
+    )
+    step: int | None = Field(
+        None, description="Which checkpoint of this run's value phase RL starts from; the last one when null."
+    )
+    head_bias: bool = Field(
+        False, description="Whether a new scalar head has a bias (a loaded one keeps its own)."
+    )
+
+
+class MeshSection(Section):
+    """Sizes of the device mesh; their product is the number of devices."""
+
+    data: int = Field(
+        1, description="Copies of the model that share the batch. -1 takes the devices left over."
+    )
+    fsdp: int = Field(-1, description="Parts into which weights, optimizer states and the batch are split.")
+    tensor: int = Field(1, description="Parts into which each matmul is split (tensor parallelism).")
+
+
+class TaskSection(Section):
+    """The built-in task, used where data.train is task:running_sum."""
+
+    digits: Positive = Field(
+        12, description="Digits per problem; the chain of thought has one step per digit."
+    )
+    early_exit_hazard: float = Field(
+        0.03, ge=0, le=1, description="Cold start: chance per step that a demonstration stops and guesses."
+    )
+    step_error_rate: float = Field(
+        0.2, ge=0, le=1, description="Cold start: chance per step that a demonstration adds wrongly."
+    )
+    train_problems: Positive = Field(20_000, description="Problems to train on.")
+    validation_problems: Positive = Field(
+        512, description="Held-out problems, disjoint from the training ones."
+    )
+
+
+class DataSection(Section):
+    """Prompts with gold answers."""
+
+    train: str = Field(
+        description="JSONL or parquet file with prompt/problem/question (text or messages) and "
+        "answer/label/ground_truth, or task:running_sum for the built-in task."
+    )
+    validation: str | None = Field(
+        None,
+        description="Held-out file of the same form (several: comma-separated). The built-in task has its "
+        "own.",
+    )
+    max_prompt_tokens: Positive = Field(1024, description="Longer prompts are counted and dropped at load.")
+    system_prompt: str | None = Field(
+        None, description="System message put before every prompt that has none."
+    )
+    task: TaskSection = TaskSection()
+
+
+class RolloutSection(Section):
+    """Sampling of responses during value-pretraining and RL."""
+
+    n: Positive = Field(1, description="Samples per prompt.")
+    temperature: float = Field(1.0, gt=0, description="Sampling temperature, also that of all log-probs.")
+    top_k: NonNegative = Field(0, description="Sample from the k likeliest tokens; 0 is off.")
+    top_p: float = Field(1.0, gt=0, le=1, description="Nucleus sampling; 1 is off.")
+    min_p: float = Field(
+        0.0, ge=0, lt=1, description="Drop tokens below min_p times the likeliest; 0 is off."
+    )
+    max_new_tokens: Positive = Field(2048, description="Length limit of a response, in tokens.")
+    batch_size: Positive = Field(256, description="Sequences that decode together.")
+
+
+class AlgorithmSection(Section):
+    """What is estimated and what is optimised. The defaults are VC-PPO's."""
+
+    advantage: Literal["gae", "grpo"] = Field(
+        "gae", description="gae uses the value model; grpo compares the n samples of a prompt and needs none."
+    )
+    gamma: float = Field(1.0, gt=0, le=1, description="Discount per token.")
+    lambda_actor: float = Field(0.95, ge=0, le=1, description="GAE lambda of the policy's advantages.")
+    lambda_critic: float = Field(1.0, ge=0, le=1, description="GAE lambda of the value model's targets.")
+    whiten_advantages: bool = Field(
+        True,
+        description="Subtract the mean and divide by the standard deviation over the whole rollout batch "
+        "(gae only).",
+    )
+    clip_low: float = Field(0.2, gt=0, lt=1, description="The ratio is clipped below at 1 - clip_low.")
+    clip_high: float = Field(0.2, gt=0, description="The ratio is clipped above at 1 + clip_high.")
+    dual_clip: float | None = Field(
+        None, gt=1, description="Bound of the loss for negative advantages, times |A|; null is off."
+    )
+    aggregation: Aggregation = Field(
+        "token-mean", description="How token losses of the policy become one number."
+    )
+    value_clip: float | None = Field(
+        None, gt=0, description="Clip the new value to within this of the old one; null is off."
+    )
+    value_aggregation: Aggregation = Field(
+        "token-mean", description="How token losses of the value model add up."
+    )
+    kl_coef: float = Field(
+        0.0, ge=0, description="Weight of the KL to the policy that RL started from; 0 is off."
+    )
+    kl_kind: Literal["k1", "k2", "k3"] = Field("k3", description="Estimator of the KL per token.")
+    kl_in: Literal["reward", "loss"] = Field(
+        "loss", description="Whether the KL is a penalty per token or a loss."
+    )
+    entropy_coef: float = Field(0.0, ge=0, description="Weight of an entropy bonus; 0 is off.")
+
+
+class OptimizerSection(Section):
+    """AdamW with clipping by global norm and a skip of non-finite updates."""
+
+    learning_rate: float = Field(gt=0, description="Peak learning rate.")
+    warmup_steps: NonNegative = Field(0, description="Updates of linear warm-up from 0.")
+    schedule: Literal["constant", "cosine", "linear"] = Field(
+        "constant", description="After the warm-up: constant, or down to 0 at the last update."
+    )
+    weight_decay: float = Field(0.0, ge=0, description="Decoupled weight decay on matrices.")
+    beta1: float = Field(0.9, ge=0, lt=1, description="Adam's first moment.")
+    beta2: float = Field(0.999, ge=0, lt=1, description="Adam's second moment.")
+    eps: float = Field(1e-8, gt=0, description="Adam's epsilon.")
+    max_grad_norm: float = Field(1.0, gt=0, description="Gradients are clipped to this global norm.")
+    epochs: Positive = Field(1, description="Passes over each rollout batch (over the data, in sft).")
+
+
+class ActorSection(OptimizerSection):
+    """Optimisation of the policy in RL."""
+
+    learning_rate: float = Field(1e-6, gt=0, description="Peak learning rate (VC-PPO: 1e-6).")
+
+
+class CriticSection(OptimizerSection):
+    """Optimisation of the value model, in value-pretraining and in RL."""
+
+    learning_rate: float = Field(2e-6, gt=0, description="Peak learning rate (VC-PPO: 2e-6).")
+
+
+class SFTSection(OptimizerSection):
+    """Supervised cold start on demonstrations."""
+
+    learning_rate: float = Field(1e-5, gt=0, description="Peak learning rate.")
+    data: str | None = Field(
+        None, description="File with a prompt and a response per line; the built-in task writes its own."
+    )
+    batch_size: Positive = Field(64, description="Demonstrations per update.")
+    steps: Positive | None = Field(None, description="Updates; when null, sft.epochs passes over the data.")
+
+
+class ValueSection(Section):
+    """Value-pretraining: the policy frozen, fresh samples each step, lambda 1."""
+
+    steps: Positive = Field(100, description="Most rollout steps. One step is several updates.")
+    prompts_per_step: Positive = Field(512, description="Prompts sampled each step.")
+    mini_batch_size: Positive = Field(512, description="Samples per update.")
+    learning_rate: float | None = Field(
+        None, gt=0, description="Learning rate of value-pretraining; critic.learning_rate when null."
+    )
+    settle: bool = Field(
+        False,
+        description="Stop before value.steps once value loss and explained variance on held-out rollouts "
+        "settle.",
+    )
+    settle_window: Annotated[int, Field(ge=2)] = Field(
+        10,
+        description="Settled: over the last so many held-out measurements, neither improved on the "
+        "earlier best "
+        "by more than its tolerance.",
+    )
+    settle_loss_tolerance: float = Field(
+        0.01, gt=0, description="Relative improvement of the value loss that counts."
+    )
+    settle_variance_tolerance: float = Field(
+        0.01, gt=0, description="Absolute improvement of the explained variance that counts."
+    )
+    held_out_prompts: Positive = Field(256, description="Prompts of the held-out rollouts, sampled once.")
+    held_out_every: Positive = Field(1, description="Steps between measurements on the held-out rollouts.")
+    checkpoint_steps: tuple[int, ...] = Field(
+        (), description="Steps whose checkpoints are kept for ever; each can start RL."
+    )
+
+
+class RLSection(Section):
+    """The RL loop."""
+
+    steps: Positive = Field(100, description="Rollout steps. One step is several updates.")
+    prompts_per_step: Positive = Field(512, description="Prompts sampled each step.")
+    mini_batch_size: Positive = Field(512, description="Samples (not prompts) per update.")
+    evaluate_every: NonNegative = Field(
+        0,
+        description="Steps between evaluations on held-out problems; 0 evaluates only in the evaluate phase.",
+    )
+
+
+class TrainSection(Section):
+    """How batches are cut for the device; no result depends on these."""
+
+    row_tokens: Positive | None = Field(
+        None,
+        description="Length of the rows that sequences are packed into; the longest possible sequence "
+        "when null.",
+    )
+    micro_batch_tokens: Positive = Field(
+        16_384, description="Token budget of one forward and backward pass over the whole mesh."
+    )
+    max_skipped_updates: Positive = Field(
+        10, description="So many updates in a row with a loss or gradient that is not finite end the run."
+    )
+
+
+class EvaluateSection(Section):
+    """Evaluation on held-out problems."""
+
+    samples_per_prompt: Positive = Field(
+        1, description="Samples per problem: mean@k and best@k are over them."
+    )
+    max_prompts: Positive | None = Field(None, description="At most so many problems per source.")
+    temperature: float = Field(1.0, ge=0, description="Sampling temperature; 0 is greedy.")
+    top_k: NonNegative = Field(0, description="As rollout.top_k.")
+    top_p: float = Field(0.7, gt=0, le=1, description="As rollout.top_p (0.7 in the papers).")
+    min_p: float = Field(0.0, ge=0, lt=1, description="As rollout.min_p.")
+    max_new_tokens: Positive | None = Field(
+        None, description="Length limit; rollout.max_new_tokens when null."
+    )
+
+
+class CheckpointSection(Section):
+    """Checkpoints of training states."""
+
+    every: Positive = Field(10, description="Steps between checkpoints. The last step is saved always.")
+    keep_last: Positive = Field(2, description="So many of the newest are kept.")
+    keep_best: bool = Field(
+        True,
+        description="Keep the best one too: by held-out accuracy or mean score in rl, value loss in value.",
+    )
+
+
+class LoggingSection(Section):
+    """Where metrics go. metrics.jsonl is written always."""
+
+    tensorboard: bool = Field(True, description="Write TensorBoard event files.")
+    wandb: bool = Field(False, description="Log to Weights & Biases (extra: wandb).")
+    wandb_project: str = Field("vcppo_jax", description="Weights & Biases project.")
+    samples_per_step: NonNegative = Field(2, description="Responses per step that go to samples.jsonl.")
+
+
+class VerifierSection(Section):
+    """The rule-based verifier."""
+
+    timeout_s: float = Field(5.0, gt=0, description="Seconds after which one comparison counts as timeout.")
+    workers: Positive = Field(2, description="Processes that compare answers.")
+
+
+class Config(Section):
+    """A whole run."""
+
+    run_dir: str = Field(description="Directory that the run writes to and resumes from.")
+    seed: NonNegative = Field(0, description="Seed of initial weights, data order and sampling.")
+    phases: tuple[Phase, ...] = Field(
+        ("sft", "value", "rl", "evaluate"), description="Phases of `vcppo run`, in this order."
+    )
+    model: ModelSection
+    value_model: ValueModelSection = ValueModelSection()
+    mesh: MeshSection = MeshSection()
+    data: DataSection
+    rollout: RolloutSection = RolloutSection()
+    algorithm: AlgorithmSection = AlgorithmSection()
+    actor: ActorSection = ActorSection()
+    critic: CriticSection = CriticSection()
+    sft: SFTSection = SFTSection()
+    value: ValueSection = ValueSection()
+    rl: RLSection = RLSection()
+    train: TrainSection = TrainSection()
+    evaluate: EvaluateSection = EvaluateSection()
+    verifier: VerifierSection = VerifierSection()
+    checkpoint: CheckpointSection = CheckpointSection()
+    logging: LoggingSection = LoggingSection()
+
+    @model_validator(mode="after")
+    def _combinations(self) -> Config:
+        """Refuse combinations that make no sense, each with the key to change."""
+        order = ("sft", "value", "rl", "evaluate")
+        if not self.phases or list(self.phases) != sorted(set(self.phases), key=order.index):
+            raise ValueError(f"phases: expected some of {', '.join(order)}, once each and in this order")
+        if self.algorithm.advantage == "grpo":
+            if self.rollout.n < 2:
+                raise ValueError(
+                    "algorithm.advantage=grpo compares the samples of a prompt: set rollout.n to 2 or more"
+                )
+            if "value" in self.phases:
+                raise ValueError("algorithm.advantage=grpo has no value model: remove value from phases")
+        if self.value_model.init != "policy" and self.value_model.path is None:
+            raise ValueError(f"value_model.init={self.value_model.init} needs value_model.path")
+        if self.value_model.init == "policy" and self.value_model.path is not None:
+            raise ValueError(
+                "value_model.path is set but value_model.init=policy: set init to reward_model or checkpoint"
+            )
+        for phase, section in (("value", self.value), ("rl", self.rl)):
+            samples = section.prompts_per_step * self.rollout.n
+            if phase in self.phases and samples % section.mini_batch_size:
+                raise ValueError(
+                    f"{phase}.prompts_per_step x rollout.n = {samples} samples, which "
+                    f"{phase}.mini_batch_size={section.mini_batch_size} does not divide"
+                )
+        longest = self.data.max_prompt_tokens + self.rollout.max_new_tokens
+        if self.train.row_tokens is not None and self.train.row_tokens < longest:
+            raise ValueError(
+                f"train.row_tokens={self.train.row_tokens} is less than data.max_prompt_tokens + "
+                f"rollout.max_new_tokens = {longest}"
+            )
+        if self.sft.data is None and "sft" in self.phases and not self.data.train.startswith("task:"):
+            raise ValueError("sft.data: expected a file of demonstrations, or remove sft from phases")
+        return self

@@ -1,0 +1,132 @@
+"""Reads YAML files and `key.sub=value` words into a validated `Config`, and back.
+
+Errors come out as one line each that names the file, the key, what was expected and what came.
+"""
+
+from __future__ import annotations
+
+import difflib
+from collections.abc import Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import yaml
+from pydantic import BaseModel, ValidationError
+
+from vcppo_jax.config import Config
+
+
+class ConfigError(ValueError):
+    """A key, value or combination that the configuration does not allow; the message is for the user."""
+
+
+def iterate_keys(model: type[BaseModel] = Config, prefix: str = "") -> Iterator[tuple[str, Any]]:
+    """Each leaf key, dotted, with its pydantic FieldInfo, in the order of the file."""
+    for name, field in model.model_fields.items():
+        annotation = field.annotation
+        if isinstance(annotation, type) and issubclass(annotation, BaseModel):
+            yield from iterate_keys(annotation, f"{prefix}{name}.")
+        else:
+            yield f"{prefix}{name}", field
+
+
+def nearest_key(key: str) -> str | None:
+    """The known dotted key that looks most like `key`."""
+    known = [k for k, _ in iterate_keys()]
+    if near := difflib.get_close_matches(key, known, n=1, cutoff=0.6):
+        return near[0]
+    leaf = key.rsplit(".", 1)[-1]
+    same_leaf = [k for k in known if k.rsplit(".", 1)[-1] == leaf]
+    near_leaf = difflib.get_close_matches(leaf, [k.rsplit(".", 1)[-1] for k in known], n=1, cutoff=0.6)
+    if not same_leaf and near_leaf:
+        same_leaf = [k for k in known if k.rsplit(".", 1)[-1] == near_leaf[0]]
+    return same_leaf[0] if same_leaf else None
+
+
+def _merge(base: Mapping[str, Any], over: Mapping[str, Any]) -> dict[str, Any]:
+    merged = dict(base)
+    for key, value in over.items():
+        if isinstance(value, Mapping) and isinstance(merged.get(key), Mapping):
+            value = _merge(merged[key], value)
+        merged[key] = value
+    return merged
+
+
+def _read_yaml(path: Path, stack: tuple[Path, ...] = ()) -> dict[str, Any]:
+    """The file's mapping over that of the files it includes (`include: [a.yaml]`, relative to it)."""
+    try:
+        text = path.read_text(encoding="utf-8")
+    except (OSError, UnicodeDecodeError) as error:
+        reason = getattr(error, "strerror", None) or str(error)
+        raise ConfigError(f"{path}: cannot read the configuration: {reason}") from None
+    try:
+        data = yaml.safe_load(text)
+    except yaml.YAMLError as error:
+        mark = getattr(error, "problem_mark", None)
+        line = f":{mark.line + 1}" if mark else ""
+        raise ConfigError(f"{path}{line}: not valid YAML: {getattr(error, 'problem', error)}") from None
+    if not isinstance(data, dict):
+        raise ConfigError(f"{path}: expected a mapping of keys at the top, got {type(data).__name__}")
+    if path.resolve() in stack:
+        raise ConfigError(f"{path}: includes itself")
+    return _apply_includes(data, path, (*stack, path.resolve()))
+
+
+def _apply_includes(data: dict[str, Any], path: Path, stack: tuple[Path, ...] = ()) -> dict[str, Any]:
+    include = data.pop("include", [])
+    base: dict[str, Any] = {}
+    for name in [include] if isinstance(include, str) else include:
+        base = _merge(base, _read_yaml(path.parent / str(name), stack))
+    return _merge(base, data)
+
+
+def _parse_override(text: str, path: Path) -> dict[str, Any]:
+    key, equals, raw = text.partition("=")
+    if not equals or not key:
+        raise ConfigError(f"{text!r}: expected key.sub=value")
+    try:
+        value = yaml.safe_load(raw) if raw else None
+    except yaml.YAMLError:
+        value = raw
+    nested: Any = value
+    for part in reversed(key.split(".")):
+        nested = {part: nested}
+    return _apply_includes(nested, path) if key == "include" else nested
+
+
+def _describe(error: ValidationError, path: Path) -> str:
+    lines = []
+    for item in error.errors():
+        key = ".".join(str(part) for part in item["loc"])
+        if item["type"] == "extra_forbidden":
+            near = nearest_key(key)
+            lines.append(f"unknown key {key!r}" + (f"; did you mean {near!r}?" if near else ""))
+        elif item["type"] == "missing":
+            lines.append(f"{key}: is required; set it in the file or with {key}=VALUE")
+        elif item["type"] == "value_error":
+            lines.append(str(item["ctx"]["error"]) if not key else f"{key}: {item['ctx']['error']}")
+        else:
+            lines.append(f"{key}: {item['msg'][0].lower()}{item['msg'][1:]}, got {item['input']!r}")
+    return "\n".join(f"{path}: {line}" for line in lines)
+
+
+def load_config(path: str | Path, overrides: Sequence[str] = ()) -> Config:
+    """The validated configuration of a YAML file.
+
+    `include: [FILE, ...]` in the file puts those files beneath it; overrides (`key.sub=value`, the value
+    read as YAML; `include=FILE` merges a file) go over it in their order. Raises ConfigError, one line per
+    fault.
+    """
+    path = Path(path)
+    data = _read_yaml(path)
+    for text in overrides:
+        data = _merge(data, _parse_override(text, path))
+    try:
+        return Config.model_validate(data)
+    except ValidationError as error:
+        raise ConfigError(_describe(error, path)) from None
+
+
+def dump_config(config: Config) -> str:
+    """The configuration as YAML, every key spelled out; `load_config` reads it back."""
+    return yaml.safe_dump(config.model_dump(mode="json"), sort_keys=False, allow_unicode=True)
