@@ -96,6 +96,7 @@ class TaskSection(Section):
         0.2, ge=0, le=1, description="Cold start: chance per step that a demonstration adds wrongly."
     )
     train_problems: Positive = Field(20_000, description="Problems to train on.")
+    demonstrations: Positive = Field(6_000, description="Demonstrations for the cold start.")
     validation_problems: Positive = Field(
         512, description="Held-out problems, disjoint from the training ones."
     )

@@ -190,6 +190,10 @@ class RecordStream(Generic[T]):
         self._records = records
         self._order = grain.MapDataset.range(len(records)).seed(seed).shuffle().repeat()
 
+    def __len__(self) -> int:
+        """Records in one epoch."""
+        return len(self._records)
+
     def take(self, position: int, count: int) -> list[T]:
         """The `count` records from `position` on; the next call takes from `position + count`."""
         if position < 0 or count < 0:

@@ -1,0 +1,196 @@
+"""The `vcppo` command. Heavy imports happen after the command line has been understood."""
+
+from __future__ import annotations
+
+import argparse
+import os
+import sys
+import textwrap
+from collections.abc import Sequence
+from pathlib import Path
+
+COMMANDS = {
+    "run": "all phases that the config lists, in order; picks up where it stopped",
+    "sft": "cold start: imitate demonstrations",
+    "value": "value-pretraining: train the value model alone, the policy frozen",
+    "rl": "reinforcement learning: VC-PPO, PPO or GRPO",
+    "evaluate": "evaluate on held-out problems",
+    "export": "write a trained model as a Hugging Face directory",
+    "report": "write the report page of a run again",
+}
+SECTIONS = {
+    "sft": ("model", "mesh", "data", "sft", "train", "evaluate", "checkpoint", "logging"),
+    "evaluate": ("model", "mesh", "data", "rollout", "evaluate", "verifier", "logging"),
+    "value": (
+        *("model", "value_model", "mesh", "data", "rollout", "algorithm", "critic", "value", "train"),
+        *("verifier", "checkpoint", "logging"),
+    ),
+    "rl": (
+        *("model", "value_model", "mesh", "data", "rollout", "algorithm", "actor", "critic", "rl", "train"),
+        *("evaluate", "verifier", "checkpoint", "logging"),
+    ),
+}
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Entry point; returns the exit status: 0, 1 for a user's error, 128 + signal when interrupted."""
+    args = build_parser().parse_args(arguments)
+    try:
+        return _export(args) if args.command == "export" else _dispatch(args)
+    except KeyboardInterrupt:
+        print("vcppo: interrupted", file=sys.stderr)
+        return 130
+    except BrokenPipeError:
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        return 141
+    except Exception as error:
+        if not _is_users(error) or os.environ.get("VCPPO_TRACEBACK"):
+            raise
+        print(f"vcppo: {_message(error)}", file=sys.stderr)
+        return 1
+
+
+def build_parser() -> argparse.ArgumentParser:
+    """The command line's grammar and help."""
+    parser = argparse.ArgumentParser(
+        prog="vcppo",
+        description="Value-Calibrated PPO for reasoning models, in JAX.",
+        epilog="`vcppo rl --help` (or sft, value, evaluate, run) explains every key of the configuration.",
+    )
+    commands = parser.add_subparsers(dest="command", required=True, metavar="COMMAND")
+    for name, text in COMMANDS.items():
+        command = commands.add_parser(
+            name,
+            help=text,
+            description=text[0].upper() + text[1:] + ".",
+            formatter_class=argparse.RawDescriptionHelpFormatter,
+            epilog=_LazyKeys(name) if name in SECTIONS or name == "run" else None,
+        )
+        if name == "export":
+            command.add_argument("run", metavar="RUN", help="a run, a phase of it, or PHASE/checkpoints/STEP")
+            command.add_argument("out", metavar="OUT", help="new directory")
+            command.add_argument("--dtype", choices=("float32", "bfloat16"), default="float32")
+            command.add_argument("--value-model", action="store_true", help="export the value model instead")
+        elif name == "report":
+            command.add_argument("run", metavar="RUN", help="directory of the run")
+        else:
+            command.add_argument("config", metavar="CONFIG", help="YAML file")
+            command.add_argument(
+                "overrides",
+                metavar="key.sub=value",
+                nargs="*",
+                help="goes over the file; include=FILE merges one",
+            )
+    return parser
+
+
+class _LazyKeys(str):
+    """The explanation of the keys, made only when the help is printed: it needs the configuration."""
+
+    def __new__(cls, command: str) -> _LazyKeys:
+        self = super().__new__(cls, "keys")
+        self._command = command  # type: ignore[attr-defined]
+        return self
+
+    def __mod__(self, values: object) -> str:
+        return describe_keys(self._command)  # type: ignore[attr-defined]
+
+    def __contains__(self, item: object) -> bool:
+        return item == "%(prog)"
+
+
+def describe_keys(command: str) -> str:
+    """Every key that a phase reads, with its type, default and explanation."""
+    from pydantic_core import PydanticUndefined
+
+    from vcppo_jax.config_load import iterate_keys
+
+    lines = ["keys of the configuration (set in the file, or as key.sub=value):", ""]
+    for key, field in iterate_keys():
+        section = key.partition(".")[0]
+        if "." in key and command in SECTIONS and section not in SECTIONS[command]:
+            continue
+        required = field.default is PydanticUndefined
+        default = "required" if required else f"default {_shown(field.default)}"
+        lines.append(f"  {key}  ({default})")
+        lines += textwrap.wrap(
+            field.description or "", 92, initial_indent="      ", subsequent_indent="      "
+        )
+    return "\n".join(lines)
+
+
+def _shown(value: object) -> str:
+    if value is None:
+        return "null"
+    if isinstance(value, bool):
+        return str(value).lower()
+    return f"[{', '.join(map(str, value))}]" if isinstance(value, tuple) else str(value)
+
+
+def _dispatch(args: argparse.Namespace) -> int:
+    if args.command == "report":
+        from vcppo_jax.run.report import write_report
+
+        print(f"report: {write_report(args.run)}")
+        return 0
+    from vcppo_jax.config_load import load_config
+
+    config = load_config(args.config, args.overrides)
+    _configure_jax()
+    from vcppo_jax.phases.loop import Interrupted
+    from vcppo_jax.phases.pipeline import run_phases
+
+    phases = config.phases if args.command == "run" else (args.command,)
+    try:
+        report = run_phases(config, phases, again=("evaluate",) if args.command == "evaluate" else ())
+    except Interrupted as interrupted:
+        return 128 + interrupted.signum
+    print(f"report: {report}")
+    return 0
+
+
+def _export(args: argparse.Namespace) -> int:
+    _configure_jax()
+    from vcppo_jax.phases.artifacts import export
+
+    network = "critic" if args.value_model else "actor"
+    print(f"exported: {export(args.run, args.out, dtype=args.dtype, network=network)}")
+    return 0
+
+
+def _configure_jax() -> None:
+    """Keep compiled programs between runs, where the user has not chosen a place for them."""
+    os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
+    os.environ.setdefault("TRANSFORMERS_NO_ADVISORY_WARNINGS", "1")
+    os.environ.setdefault("TRANSFORMERS_VERBOSITY", "error")
+    import jax
+
+    if jax.config.jax_compilation_cache_dir is None:
+        cache = Path(os.environ.get("XDG_CACHE_HOME", Path.home() / ".cache")) / "vcppo_jax" / "xla"
+        jax.config.update("jax_compilation_cache_dir", str(cache))
+
+
+def _is_users(error: Exception) -> bool:
+    """Whether the message alone tells the user what to do; anything else keeps its traceback."""
+    from vcppo_jax.config_load import ConfigError
+
+    if isinstance(error, ConfigError | OSError):
+        return True
+    module, name = type(error).__module__, type(error).__name__
+    if module.startswith("vcppo_jax."):
+        return True
+    trace = error.__traceback__
+    while trace is not None and trace.tb_next is not None:
+        trace = trace.tb_next
+    raised_by = "" if trace is None else trace.tb_frame.f_globals.get("__name__", "")
+    return name == "ValueError" and raised_by.startswith("vcppo_jax.")
+
+
+def _message(error: Exception) -> str:
+    if isinstance(error, OSError) and error.strerror:
+        return f"{error.filename}: {error.strerror}" if error.filename else error.strerror
+    return str(error)
+
+
+if __name__ == "__main__":
+    sys.exit(main())

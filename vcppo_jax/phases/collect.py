@@ -1,0 +1,141 @@
+"""Samples responses to prompts and scores them: the rollout that value-pretraining, RL and evaluation share."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Sequence
+from typing import Any
+
+import jax
+import numpy as np
+
+from vcppo_jax.data.prompts import PromptRecord
+from vcppo_jax.data.tokenizer import decode
+from vcppo_jax.models.networks import Policy
+from vcppo_jax.phases.loop import Metrics, Timer
+from vcppo_jax.phases.workspace import Workspace
+from vcppo_jax.rewards.score import Verdict, count_reasons, verify
+from vcppo_jax.rollout.engine import generate
+from vcppo_jax.rollout.sampling import Sampling
+from vcppo_jax.train.learner import Samples
+
+
+@dataclasses.dataclass
+class ScoredRollout:
+    """Responses with their verdicts; B rows, the n samples of a prompt adjacent."""
+
+    records: list[PromptRecord]
+    """[B], the record of each row."""
+    samples: Samples
+    truncated: np.ndarray
+    texts: list[str]
+    verdicts: list[Verdict]
+
+    @property
+    def scores(self) -> np.ndarray:
+        """[B] float32, +1 or -1."""
+        return np.asarray([verdict.score for verdict in self.verdicts], np.float32)
+
+    def metrics(self) -> Metrics:
+        """Scores, accuracy, lengths and the share of each verdict, by verl's names."""
+        scores, lengths = self.scores, self.samples.lengths
+        row: Metrics = {
+            "critic/score/mean": float(scores.mean()),
+            "critic/score/max": float(scores.max()),
+            "critic/score/min": float(scores.min()),
+            "critic/acc/mean": float((scores > 0).mean()),
+            "response_length/mean": float(lengths.mean()),
+            "response_length/max": int(lengths.max()),
+            "response_length/min": int(lengths.min()),
+            "response_length/clip_ratio": float(self.truncated.mean()),
+        }
+        counts = count_reasons(self.verdicts)
+        return row | {f"verifier/{reason}": count / len(scores) for reason, count in counts.items()}
+
+    def examples(self, count: int) -> list[dict[str, Any]]:
+        """The first responses of `count` different prompts, as lines of samples.jsonl."""
+        stride = max(1, len(self.records) // max(1, count))
+        return [
+            {
+                "prompt": self.records[i].prompt_text,
+                "response": self.texts[i],
+                "gold": self.records[i].answer,
+                "score": self.verdicts[i].score,
+                "reason": self.verdicts[i].reason,
+                "length": int(self.samples.lengths[i]),
+                "truncated": bool(self.truncated[i]),
+            }
+            for i in range(0, len(self.records), stride)[:count]
+        ]
+
+
+def rollout_sampling(workspace: Workspace) -> Sampling:
+    """How value-pretraining and RL sample."""
+    rollout = workspace.config.rollout
+    return Sampling(
+        max_new_tokens=rollout.max_new_tokens,
+        temperature=rollout.temperature,
+        top_k=rollout.top_k,
+        top_p=rollout.top_p,
+        min_p=rollout.min_p,
+        n=rollout.n,
+    )
+
+
+def collect(
+    workspace: Workspace,
+    policy: Policy,
+    records: Sequence[PromptRecord],
+    *,
+    sampling: Sampling,
+    key: jax.Array,
+    timer: Timer,
+    interruptible: bool,
+) -> ScoredRollout:
+    """`sampling.n` scored responses to each record.
+
+    With `interruptible`, a signal ends it between decode chunks (raises Interrupted); the caller then still
+    holds the state from before the step.
+    """
+    total = len(records) * sampling.n
+
+    def on_progress(tokens: int, sequences: int) -> None:
+        if interruptible:
+            workspace.signals.check()
+        workspace.progress.substep(f"generate, {tokens} tokens", sequences, total)
+
+    with timer("generate"):
+        rollout = generate(
+            policy,
+            [record.prompt_ids for record in records],
+            sampling=sampling,
+            key=key,
+            eos_ids=workspace.eos_ids,
+            pad_id=workspace.pad_id,
+            batch_size=workspace.config.rollout.batch_size,
+            mesh=workspace.mesh,
+            on_progress=on_progress,
+        )
+    with timer("verify"):
+        rows = [record for record in records for _ in range(sampling.n)]
+        tokens, lengths = np.asarray(rollout.tokens), np.asarray(rollout.lengths)
+        truncated = np.asarray(rollout.truncated)
+        texts = [
+            decode(workspace.tokenizer, row[:length], eos_ids=workspace.eos_ids)
+            for row, length in zip(tokens, lengths)
+        ]
+        verdicts = verify(
+            texts,
+            [record.answer for record in rows],
+            truncated=truncated.tolist(),
+            thinking_open=[record.thinking_open for record in rows],
+            timeout_s=workspace.config.verifier.timeout_s,
+            pool=workspace.verifier,
+        )
+    samples = Samples(
+        [record.prompt_ids for record in rows],
+        tokens,
+        lengths,
+        lambda count: workspace.shape_for(sampling.max_new_tokens, count),
+    )
+    return ScoredRollout(rows, samples, truncated, texts, verdicts)

@@ -1,0 +1,124 @@
+"""Evaluation on held-out problems: mean@k and best@k per source."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import jax
+import numpy as np
+
+from vcppo_jax.config_load import ConfigError
+from vcppo_jax.data.prompts import PromptRecord
+from vcppo_jax.models.networks import Policy
+from vcppo_jax.phases.artifacts import load_policy
+from vcppo_jax.phases.collect import ScoredRollout, collect
+from vcppo_jax.phases.loop import Metrics, Timer
+from vcppo_jax.phases.workspace import Workspace
+from vcppo_jax.rollout.sampling import Sampling
+from vcppo_jax.run.metrics import MetricsWriter, StepLog
+
+
+def evaluation_sampling(workspace: Workspace) -> Sampling:
+    """How evaluation samples."""
+    section = workspace.config.evaluate
+    return Sampling(
+        max_new_tokens=section.max_new_tokens or workspace.config.rollout.max_new_tokens,
+        temperature=section.temperature,
+        top_k=section.top_k,
+        top_p=section.top_p,
+        min_p=section.min_p,
+        n=section.samples_per_prompt,
+    )
+
+
+def evaluate_policy(
+    workspace: Workspace,
+    policy: Policy,
+    records: list[PromptRecord],
+    *,
+    key: jax.Array,
+    interruptible: bool = False,
+) -> tuple[Metrics, list[dict[str, Any]]]:
+    """(metrics, sample responses) of a policy on `records`; ({}, []) without records.
+
+    Per source: `val-core/<source>/acc/mean@k`, the mean accuracy of k samples, and with k > 1
+    `val-aux/<source>/acc/best@k`, the share of problems that one of k samples solves.
+    """
+    metrics: Metrics = {}
+    examples: list[dict[str, Any]] = []
+    sampling, limit = evaluation_sampling(workspace), workspace.config.evaluate.max_prompts
+    for source in sorted({record.source for record in records}):
+        chosen = [record for record in records if record.source == source][:limit]
+        rollout = collect(
+            workspace,
+            policy,
+            chosen,
+            sampling=sampling,
+            key=key,
+            timer=Timer(),
+            interruptible=interruptible,
+        )
+        metrics |= source_metrics(source, rollout, sampling.n)
+        examples += rollout.examples(max(1, workspace.config.logging.samples_per_step))
+    return metrics, examples
+
+
+def source_metrics(source: str, rollout: ScoredRollout, k: int) -> Metrics:
+    """The metrics of one source, from k adjacent samples per problem."""
+    right = (rollout.scores > 0).reshape(-1, k)
+    row: Metrics = {f"val-core/{source}/acc/mean@{k}": float(right.mean())}
+    if k > 1:
+        row[f"val-aux/{source}/acc/best@{k}"] = float(right.any(axis=1).mean())
+    row[f"val-aux/{source}/response_length/mean"] = float(rollout.samples.lengths.mean())
+    row[f"val-aux/{source}/response_length/clip_ratio"] = float(rollout.truncated.mean())
+    return row
+
+
+def accuracy(metrics: Metrics) -> float | None:
+    """The mean over sources of `val-core/*/acc/mean@k`; None where there is none."""
+    found = [
+        value for name, value in metrics.items() if name.startswith("val-core/") and "/acc/mean@" in name
+    ]
+    return float(np.mean(found)) if found else None
+
+
+def mean_length(metrics: Metrics) -> float | None:
+    """The mean over sources of the held-out response length; None where there is none."""
+    found = [value for name, value in metrics.items() if name.endswith("/response_length/mean")]
+    return float(np.mean(found)) if found else None
+
+
+def run(workspace: Workspace) -> None:
+    """Evaluate the run's last policy: RL's, else the cold start's, else that of `model.path`."""
+    config = workspace.config
+    records = workspace.records("validation")
+    if not records:
+        raise ConfigError("data.validation: evaluation needs held-out problems; set it to a file")
+    model = config.model
+    trained = [phase for phase in ("rl", "sft") if (workspace.run_dir / phase / "checkpoints").is_dir()]
+    if trained:
+        policy = load_policy(
+            workspace.run_dir / trained[0],
+            compute_dtype=model.compute_dtype,
+            remat=model.remat,
+            mesh=workspace.mesh,
+        )
+    else:
+        policy = workspace.base_policy()
+    phase_dir = workspace.begin("evaluate")
+    name = trained[0] if trained else config.model.path
+    workspace.progress.start("evaluate", 1)
+    timer = Timer()
+    metrics, examples = evaluate_policy(
+        workspace, policy, records, key=workspace.key("evaluate"), interruptible=True
+    )
+    samples = StepLog(phase_dir / "samples.jsonl", resume_step=None)
+    for example in examples:
+        samples.append({"step": 0, **example})
+    samples.close()
+    with MetricsWriter(
+        phase_dir, resume_step=None, tensorboard=config.logging.tensorboard, wandb=None
+    ) as writer:
+        writer.write(0, metrics | timer.metrics())
+    workspace.progress.update(1, metrics)
+    workspace.finish("evaluate", {"policy": name, **metrics})

@@ -1,0 +1,114 @@
+"""Builds the networks of a run from its config: objectives, optimizers, starting weights."""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+from vcppo_jax.config import OptimizerSection
+from vcppo_jax.models.config import ModelConfig
+from vcppo_jax.models.networks import Policy, ValueModel
+from vcppo_jax.models.specs import weight_specs
+from vcppo_jax.phases.artifacts import find_model, value_model_and_origin, value_model_from_policy
+from vcppo_jax.phases.workspace import Workspace
+from vcppo_jax.train.learner import Learner
+from vcppo_jax.train.objectives import PolicyObjective, ValueObjective
+from vcppo_jax.train.optimizer import learning_rate_schedule, make_optimizer
+from vcppo_jax.train.updates import LossFunction
+
+
+def learner(
+    workspace: Workspace,
+    name: str,
+    specs: Any,
+    objective: LossFunction,
+    section: OptimizerSection,
+    *,
+    updates: int,
+    learning_rate: float | None = None,
+) -> Learner:
+    """A network with the optimizer of its config section; its schedule ends after `updates`."""
+    schedule = learning_rate_schedule(
+        learning_rate=section.learning_rate if learning_rate is None else learning_rate,
+        warmup_steps=section.warmup_steps,
+        schedule=section.schedule,
+        updates=updates,
+    )
+    optimizer = make_optimizer(
+        schedule,
+        beta1=section.beta1,
+        beta2=section.beta2,
+        eps=section.eps,
+        weight_decay=section.weight_decay,
+        max_grad_norm=section.max_grad_norm,
+    )
+    return Learner(
+        name,
+        specs,
+        objective,
+        optimizer,
+        workspace.mesh,
+        max_skipped=workspace.config.train.max_skipped_updates,
+    )
+
+
+def updates_in(steps: int, samples: int, mini_batch_size: int, epochs: int) -> int:
+    """Updates that `steps` steps make."""
+    return steps * epochs * math.ceil(samples / mini_batch_size)
+
+
+def actor_learner(workspace: Workspace, model: ModelConfig) -> Learner:
+    """The policy in RL."""
+    config = workspace.config
+    algorithm = config.algorithm
+    objective = PolicyObjective(
+        config=model,
+        temperature=config.rollout.temperature,
+        clip_low=algorithm.clip_low,
+        clip_high=algorithm.clip_high,
+        dual_clip=algorithm.dual_clip,
+        kl_loss_coef=algorithm.kl_coef if algorithm.kl_in == "loss" else 0.0,
+        kl_kind=algorithm.kl_kind,
+        entropy_coef=algorithm.entropy_coef,
+    )
+    samples = config.rl.prompts_per_step * config.rollout.n
+    updates = updates_in(config.rl.steps, samples, config.rl.mini_batch_size, config.actor.epochs)
+    specs = weight_specs(model, head="lm")
+    return learner(workspace, "actor", specs, objective, config.actor, updates=updates)
+
+
+def critic_learner(workspace: Workspace, value_model: ModelConfig, *, head_bias: bool, phase: str) -> Learner:
+    """The value model in value-pretraining ("value") or RL ("rl")."""
+    config = workspace.config
+    section = config.value if phase == "value" else config.rl
+    samples = section.prompts_per_step * config.rollout.n
+    return learner(
+        workspace,
+        "critic",
+        weight_specs(value_model, head="value", head_bias=head_bias),
+        ValueObjective(config=value_model, clip=config.algorithm.value_clip),
+        config.critic,
+        updates=updates_in(section.steps, samples, section.mini_batch_size, config.critic.epochs),
+        learning_rate=config.value.learning_rate if phase == "value" else None,
+    )
+
+
+def starting_value_model(workspace: Workspace, policy: Policy, phase: str) -> tuple[ValueModel, str]:
+    """(value model, where it comes from) that `phase` starts with; see config's value_model.init."""
+    config = workspace.config
+    section, model = config.value_model, config.model
+    path: Any = section.path
+    if phase == "rl" and "value" in config.phases and section.init != "checkpoint":
+        path = workspace.run_dir / "value"
+        if section.step is not None:
+            path = path / "checkpoints" / str(section.step)
+        find_model(path, "critic")
+    elif section.init == "policy":
+        return value_model_from_policy(policy, workspace.mesh, head_bias=section.head_bias)
+    return value_model_and_origin(
+        path,
+        compute_dtype=model.compute_dtype,
+        remat=model.remat,
+        mesh=workspace.mesh,
+        head_bias=section.head_bias,
+    )

@@ -1,0 +1,76 @@
+"""`vcppo run` and the phases alone: which phase runs when, and what is shown at the end."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+from vcppo_jax.config import Config
+from vcppo_jax.phases import evaluate, rl, sft, value
+from vcppo_jax.phases.evaluate import accuracy, mean_length
+from vcppo_jax.phases.workspace import Workspace
+from vcppo_jax.run.metrics import read_metrics
+from vcppo_jax.run.progress import summary_table
+from vcppo_jax.run.report import write_report
+
+PHASES: dict[str, Callable[[Workspace], None]] = {
+    "sft": sft.run,
+    "value": value.run,
+    "rl": rl.run,
+    "evaluate": evaluate.run,
+}
+
+
+def run_phases(config: Config, phases: tuple[str, ...], *, again: tuple[str, ...] = ()) -> Path:
+    """Run the phases that are not finished, in order; the path of the report page.
+
+    Phases in `again` (evaluation, when it is asked for by name) run even if they are finished.
+    """
+    with Workspace(config) as workspace:
+        for phase in phases:
+            if phase not in again and finished(workspace.run_dir / phase):
+                workspace.begin(phase)
+                workspace.progress.message(f"{phase}: finished already in {workspace.run_dir / phase}")
+                continue
+            PHASES[phase](workspace)
+    rows = summary_rows(Path(config.run_dir))
+    summary_table(
+        rows, headers=("phase", "steps", "held-out accuracy", "response length", "value loss", "expl. var")
+    )
+    return write_report(config.run_dir)
+
+
+def finished(phase_dir: Path) -> bool:
+    """Whether the phase has come to its end."""
+    return (phase_dir / "summary.json").is_file()
+
+
+def summary_rows(run_dir: Path) -> list[tuple[str, ...]]:
+    """One row per finished phase: name, steps, accuracy, length, value loss, explained variance."""
+    rows: list[tuple[str, ...]] = []
+    for phase in PHASES:
+        if not finished(run_dir / phase):
+            continue
+        summary = json.loads((run_dir / phase / "summary.json").read_text(encoding="utf-8"))
+        lines = read_metrics(run_dir / phase)
+        last: dict[str, Any] = (lines[-1] if lines else {}) | summary
+        loss = last.get("held_out/vf_loss", last.get("critic/vf_loss"))
+        variance = last.get("held_out/vf_explained_var", last.get("critic/vf_explained_var"))
+        length = mean_length(last)
+        rows.append(
+            (
+                phase,
+                str(summary.get("steps", "")),
+                _number(accuracy(last), ".1%"),
+                _number(last.get("response_length/mean") if length is None else length, ".1f"),
+                _number(loss, ".4f"),
+                _number(variance, ".3f"),
+            )
+        )
+    return rows
+
+
+def _number(value: float | None, form: str) -> str:
+    return "" if value is None else format(value, form)

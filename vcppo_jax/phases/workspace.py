@@ -1,0 +1,282 @@
+"""What all phases of a run share: config, mesh, directories, tokenizer, data, verifier, progress."""
+
+from __future__ import annotations
+
+import functools
+import logging
+import zlib
+from contextlib import ExitStack
+from pathlib import Path
+from types import TracebackType
+from typing import Any, Self
+
+import jax
+import yaml
+from jax.sharding import Mesh
+
+from vcppo_jax.config import Config
+from vcppo_jax.config_load import ConfigError, dump_config
+from vcppo_jax.data.packing import PackShape, pack_shape
+from vcppo_jax.data.prompts import (
+    LoadReport,
+    PromptRecord,
+    SFTExample,
+    prompt_records,
+    sft_examples,
+    task_rows,
+)
+from vcppo_jax.data.records import Row, read_rows
+from vcppo_jax.data.tasks import TASKS, demonstrations, problems
+from vcppo_jax.data.tokenizer import eos_ids, load_tokenizer, pad_id
+from vcppo_jax.models.config import model_config
+from vcppo_jax.models.networks import Policy
+from vcppo_jax.models.specs import init_params, weight_specs
+from vcppo_jax.phases.artifacts import find_model, load_policy, with_all_eos
+from vcppo_jax.phases.loop import PhaseLoop, Signals, write_json
+from vcppo_jax.rewards.pool import VerifierPool
+from vcppo_jax.run.progress import Progress
+from vcppo_jax.sharding import batch_shards, make_mesh
+
+TASK = "task:"
+
+# Sections whose keys change no result, or that another phase reads.
+NOT_COMPARED = {
+    "sft": {"value_model", "rollout", "algorithm", "actor", "critic", "value", "rl"},
+    "value": {"actor", "sft", "rl"},
+    "rl": {"sft", "value"},
+    "evaluate": {"sft", "value", "rl", "value_model", "algorithm", "actor", "critic"},
+}
+NEVER_COMPARED = {"run_dir", "phases", "mesh", "train", "evaluate", "verifier", "checkpoint", "logging"}
+
+
+class Workspace:
+    """A run under way; a context manager that sets the mesh and ends the helpers."""
+
+    def __init__(self, config: Config) -> None:
+        self.config = config
+        self.run_dir = Path(config.run_dir)
+        self.mesh: Mesh = make_mesh(config.mesh.model_dump())
+        self.signals = Signals()
+        self.progress = Progress()
+        self.verifier = VerifierPool(config.verifier.workers)
+        self._stack = ExitStack()
+
+    def __enter__(self) -> Self:
+        self.run_dir.mkdir(parents=True, exist_ok=True)
+        (self.run_dir / "config.yaml").write_text(dump_config(self.config), encoding="utf-8")
+        self._stack.enter_context(_messages(self.progress))
+        self._stack.enter_context(self.verifier)
+        self._stack.enter_context(self.progress)
+        self._stack.enter_context(self.signals.handled())
+        self._stack.enter_context(jax.set_mesh(self.mesh))
+        self.verifier.start()
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self._stack.__exit__(kind, error, trace)
+
+    # Randomness and shapes.
+
+    def key(self, *names: str | int) -> jax.Array:
+        """The key for a purpose, such as ("rl", "rollout", step)."""
+        key = jax.random.key(self.config.seed)
+        for name in names:
+            number = name if isinstance(name, int) else zlib.crc32(name.encode())
+            key = jax.random.fold_in(key, number)
+        return key
+
+    def shape_for(self, max_response_tokens: int, sequences: int) -> PackShape:
+        """The packed shape for so many sequences."""
+        config = self.config
+        longest = config.data.max_prompt_tokens + max_response_tokens
+        return pack_shape(
+            sequences=sequences,
+            row_tokens=max(config.train.row_tokens or 0, longest),
+            micro_batch_tokens=config.train.micro_batch_tokens,
+            shards=batch_shards(self.mesh),
+        )
+
+    # Phases.
+
+    def phase_dir(self, phase: str) -> Path:
+        """The phase's directory, made if it is not there."""
+        directory = self.run_dir / phase
+        directory.mkdir(exist_ok=True)
+        return directory
+
+    def begin(self, phase: str) -> Path:
+        """The directory of a phase that starts or goes on; ConfigError if it began with other settings."""
+        directory = self.phase_dir(phase)
+        ours = self.config.model_dump(mode="json")
+        file = directory / "config.yaml"
+        if file.is_file():
+            theirs = yaml.safe_load(file.read_text(encoding="utf-8"))
+            skip = NOT_COMPARED[phase] | NEVER_COMPARED
+            changed = [
+                f"{section}.{key}" if isinstance(value, dict) else section
+                for section, value in ours.items()
+                if section not in skip
+                for key in (value if isinstance(value, dict) else [section])
+                if (theirs.get(section, {}).get(key) if isinstance(value, dict) else theirs.get(section))
+                != (value[key] if isinstance(value, dict) else value)
+            ]
+            if changed:
+                raise ConfigError(
+                    f"{directory} began with other settings of {', '.join(changed)}; restore them to go on, or "
+                    "choose another run_dir"
+                )
+        file.write_text(dump_config(self.config), encoding="utf-8")
+        return directory
+
+    def loop(self, phase: str, total_steps: int, **options: Any) -> PhaseLoop:
+        """The host loop of a phase."""
+        return PhaseLoop(
+            phase=phase,
+            phase_dir=self.phase_dir(phase),
+            total_steps=total_steps,
+            checkpoint=self.config.checkpoint,
+            logging=self.config.logging,
+            progress=self.progress,
+            signals=self.signals,
+            **options,
+        )
+
+    def finish(self, phase: str, summary: dict[str, Any]) -> None:
+        """Mark a phase as finished, with what it came to."""
+        write_json(self.phase_dir(phase) / "summary.json", {"finished": True, **summary})
+
+    # Models and data.
+
+    @functools.cached_property
+    def model_dir(self) -> Path:
+        """Directory of the policy's config.json and tokenizer."""
+        return find_model(self.config.model.path).model_dir
+
+    @functools.cached_property
+    def tokenizer(self) -> Any:
+        """The policy's tokenizer."""
+        return load_tokenizer(self.model_dir)
+
+    @functools.cached_property
+    def eos_ids(self) -> tuple[int, ...]:
+        """All ids that end a response."""
+        return eos_ids(self.model_dir, self.tokenizer)
+
+    @property
+    def pad_id(self) -> int:
+        """The id that fills up rows."""
+        return pad_id(self.tokenizer)
+
+    def base_policy(self) -> Policy:
+        """The policy of `model.path`, or a new one of that architecture."""
+        model = self.config.model
+        if model.init == "pretrained":
+            return load_policy(
+                model.path, compute_dtype=model.compute_dtype, remat=model.remat, mesh=self.mesh
+            )
+        config = model_config(self.model_dir, compute_dtype=model.compute_dtype, remat=model.remat)
+        params = init_params(weight_specs(config, head="lm"), self.key("model"), self.mesh)
+        return Policy(params, with_all_eos(config, self.model_dir))
+
+    def starting_policy(self) -> Policy:
+        """The policy that value-pretraining and RL start from: the sft phase's where `phases` has one."""
+        if "sft" not in self.config.phases:
+            return self.base_policy()
+        model = self.config.model
+        directory = self.run_dir / "sft"
+        if not (directory / "summary.json").is_file():
+            raise ConfigError(
+                f"phases lists sft, but {directory} holds no finished cold start; run `vcppo sft` with this "
+                "config first, or set phases without sft"
+            )
+        return load_policy(directory, compute_dtype=model.compute_dtype, remat=model.remat, mesh=self.mesh)
+
+    def rows(self, split: str) -> list[tuple[str, list[Row]]]:
+        """(name, rows) of each source of "train" or "validation"."""
+        data = self.config.data
+        if data.train.startswith(TASK):
+            name = data.train[len(TASK) :]
+            task = self.task()
+            count = data.task.train_problems if split == "train" else data.task.validation_problems
+            found = problems(task, count, seed=self.config.seed, split=split)  # type: ignore[arg-type]
+            return [(name, task_rows(found, source=name))]
+        files = data.train if split == "train" else data.validation
+        if files is None:
+            return []
+        return [(file.strip(), read_rows(file.strip())) for file in files.split(",")]
+
+    def task(self) -> Any:
+        """The built-in task that data.train names."""
+        name, section = self.config.data.train[len(TASK) :], self.config.data.task
+        if name not in TASKS:
+            raise ConfigError(
+                f"data.train: no task {name!r}; expected task:NAME with one of {', '.join(TASKS)}"
+            )
+        return TASKS[name](
+            digits=section.digits,
+            early_exit_hazard=section.early_exit_hazard,
+            step_error_rate=section.step_error_rate,
+        )
+
+    def records(self, split: str) -> list[PromptRecord]:
+        """The prompts of a split; what was dropped is reported."""
+        kept: list[PromptRecord] = []
+        for name, rows in self.rows(split):
+            records, report = prompt_records(
+                rows,
+                self.tokenizer,
+                name=name,
+                max_prompt_tokens=self.config.data.max_prompt_tokens,
+                system_prompt=self.config.data.system_prompt,
+            )
+            self._report(report)
+            kept += records
+        return kept
+
+    def demonstrations(self) -> list[SFTExample]:
+        """The cold start's demonstrations."""
+        config = self.config
+        if config.sft.data is not None:
+            name, rows = config.sft.data, read_rows(config.sft.data)
+        else:
+            name = config.data.train[len(TASK) :]
+            pairs = demonstrations(self.task(), config.data.task.demonstrations, seed=config.seed)
+            rows = task_rows([p for p, _ in pairs], source=name, responses=[r for _, r in pairs])
+        examples, report = sft_examples(
+            rows,
+            self.tokenizer,
+            name=name,
+            max_prompt_tokens=config.data.max_prompt_tokens,
+            max_response_tokens=config.rollout.max_new_tokens,
+            system_prompt=config.data.system_prompt,
+        )
+        self._report(report)
+        return examples
+
+    def _report(self, report: LoadReport) -> None:
+        self.progress.message(str(report))
+
+
+class _messages(logging.Handler):  # noqa: N801  a context manager used once
+    """Shows the package's warnings (a damaged checkpoint that is passed over) above the progress bar."""
+
+    def __init__(self, progress: Progress) -> None:
+        super().__init__(logging.WARNING)
+        self._progress = progress
+
+    def emit(self, record: logging.LogRecord) -> None:
+        """Print one record."""
+        self._progress.message(record.getMessage())
+
+    def __enter__(self) -> Self:
+        logger = logging.getLogger("vcppo_jax")
+        logger.addHandler(self)
+        logger.propagate = False
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        logger = logging.getLogger("vcppo_jax")
+        logger.removeHandler(self)
+        logger.propagate = True

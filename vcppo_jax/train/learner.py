@@ -1,0 +1,162 @@
+"""A network in training on a mesh: its compiled update, its scoring passes, its passes over mini-batches."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import jax
+import numpy as np
+import optax
+from jax.sharding import Mesh
+
+from vcppo_jax.algos.losses import token_weights
+from vcppo_jax.data.packing import Packing, PackShape
+from vcppo_jax.models.specs import is_spec, param_shardings
+from vcppo_jax.sharding import named_sharding
+from vcppo_jax.train.updates import (
+    LossFunction,
+    Params,
+    TrainState,
+    new_state,
+    score_tokens,
+    state_shardings,
+    update,
+)
+from vcppo_jax.types import PackedBatch
+
+
+class NonFiniteError(RuntimeError):
+    """Too many updates in a row had a loss or gradient that was not finite."""
+
+
+def put_batch(batch: PackedBatch, mesh: Mesh) -> PackedBatch:
+    """The packed batch [M, R, L] on the mesh, its rows split over the batch axes."""
+    return jax.device_put(batch, named_sharding(mesh, (None, "batch", "length")))
+
+
+class Learner:
+    """The network whose weights `specs` describe, its objective and its optimizer."""
+
+    def __init__(
+        self,
+        name: str,
+        specs: Any,
+        objective: LossFunction,
+        optimizer: optax.GradientTransformation,
+        mesh: Mesh,
+        *,
+        max_skipped: int,
+    ) -> None:
+        self.name = name
+        self.mesh = mesh
+        self.max_skipped = max_skipped
+        self._optimizer = optimizer
+        shapes = jax.tree.map(lambda s: jax.ShapeDtypeStruct(s.shape, np.float32), specs, is_leaf=is_spec)
+        self.shardings = state_shardings(optimizer, shapes, param_shardings(specs, mesh), mesh)
+        state = TrainState(
+            params=shapes,
+            opt_state=jax.eval_shape(optimizer.init, shapes),
+            updates=jax.ShapeDtypeStruct((), np.int32),  # type: ignore[arg-type]
+        )
+        self.abstract_state: TrainState = jax.tree.map(
+            lambda x, sharding: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=sharding),
+            state,
+            self.shardings,
+        )
+        """Shapes, types and shardings of the state, for restoring it."""
+        self._update = jax.jit(
+            functools.partial(update, loss_function=objective, optimizer=optimizer),
+            out_shardings=(self.shardings, None),
+            donate_argnums=0,
+        )
+
+    def new_state(self, params: Params) -> TrainState:
+        """The state before the first update."""
+        return new_state(self._optimizer, params, self.shardings)
+
+    def step(self, state: TrainState, packing: Packing, fields: Mapping[str, np.ndarray], where: str) -> Any:
+        """(state, info as floats) after one update; the old state is donated.
+
+        Raises NonFiniteError when `max_skipped` updates in a row were skipped.
+        """
+        batch = put_batch(packing.batch(fields), self.mesh)
+        state, info = self._update(state, batch, np.int32(packing.micro_batches))
+        numbers = {name: float(x) for name, x in jax.device_get(info).items()}
+        if numbers["skipped_in_row"] >= self.max_skipped:
+            raise NonFiniteError(
+                f"{where}: {self.name}: {int(numbers['skipped_in_row'])} updates in a row had a loss or gradient "
+                f"that is not finite (loss {numbers['loss']}, gradient norm {numbers['grad_norm']}); the weights "
+                "are those before them. Lower the learning rate or look at the samples of this step"
+            )
+        return state, numbers
+
+    def epochs(
+        self,
+        state: TrainState,
+        samples: Samples,
+        fields: Mapping[str, np.ndarray],
+        *,
+        epochs: int,
+        mini_batch_size: int,
+        aggregation: str,
+        seed: Sequence[int],
+        where: str,
+    ) -> tuple[TrainState, list[dict[str, float]]]:
+        """(state, info of every update) after `epochs` passes over the samples in random mini-batches.
+
+        `fields` are [B, T]. The order follows from `seed` alone, so a repeated step repeats it.
+        """
+        infos = []
+        rng = np.random.default_rng(list(seed))
+        for _ in range(epochs):
+            order = rng.permutation(len(samples.lengths))
+            for start in range(0, len(order), mini_batch_size):
+                chosen = order[start : start + mini_batch_size]
+                packing = samples.pack(chosen, mini_batch_size)
+                mask = samples.mask[chosen]
+                parts = {name: np.asarray(field)[chosen] for name, field in fields.items()}
+                parts["weights"] = np.asarray(token_weights(mask, aggregation=aggregation))
+                parts["token_mean"] = np.asarray(token_weights(mask, aggregation="token-mean"))
+                state, info = self.step(state, packing, parts, where)
+                infos.append(info)
+        return state, infos
+
+
+class Samples:
+    """Prompts with responses, [B, T], that are packed whole or in parts."""
+
+    def __init__(
+        self,
+        prompts: Sequence[Sequence[int]],
+        responses: np.ndarray,
+        lengths: np.ndarray,
+        shape_for: Callable[[int], PackShape],
+    ) -> None:
+        self.prompts, self.responses, self.lengths = prompts, responses, lengths
+        self.mask = np.arange(responses.shape[1])[None] < lengths[:, None]
+        self._shape_for = shape_for
+
+    def pack(self, chosen: np.ndarray | None = None, capacity: int | None = None) -> Packing:
+        """The packing of the chosen samples (all when None), in a shape for `capacity` of them."""
+        indices = np.arange(len(self.lengths)) if chosen is None else chosen
+        return Packing(
+            [self.prompts[i] for i in indices],
+            self.responses[indices],
+            self.lengths[indices],
+            self._shape_for(len(indices) if capacity is None else capacity),
+        )
+
+
+class Scorer:
+    """A compiled pass that reads one number per response token: log-probs or values."""
+
+    def __init__(self, score: Callable[[Params, PackedBatch], jax.Array], mesh: Mesh) -> None:
+        self._mesh = mesh
+        self._score = jax.jit(functools.partial(score_tokens, score=score))
+
+    def __call__(self, params: Params, packing: Packing) -> np.ndarray:
+        """[B, T] float32; 0 beyond each response."""
+        batch = put_batch(packing.batch({}), self._mesh)
+        return packing.gather(self._score(params, batch, np.int32(packing.micro_batches)))
