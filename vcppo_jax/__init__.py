@@ -1,7 +1,9 @@
 """Value-Calibrated PPO and its relatives for reasoning models, in JAX.
 
     import vcppo_jax as vc
-    advantages, returns = vc.decoupled_gae(rewards, values, mask, gamma=1.0, lambda_actor=0.95, lambda_critic=1.0)
+    advantages, returns = vc.decoupled_gae(
+        rewards, values, mask, gamma=1.0, lambda_actor=0.95, lambda_critic=1.0
+    )
 
 The names below are imported when they are first used, so that `import vcppo_jax` costs nothing.
 """

@@ -165,7 +165,7 @@ def _configure_jax() -> None:
     os.environ.setdefault("TRANSFORMERS_VERBOSITY", "error")
     import jax
 
-    if jax.config.jax_compilation_cache_dir is None:
+    if not jax.config.values["jax_compilation_cache_dir"]:
         cache = Path(os.environ.get("XDG_CACHE_HOME", Path.home() / ".cache")) / "vcppo_jax" / "xla"
         jax.config.update("jax_compilation_cache_dir", str(cache))
 

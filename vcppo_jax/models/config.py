@@ -74,8 +74,7 @@ def model_config(
     _refuse_other_layers(hf, where)
     heads = _integer(hf, "num_attention_heads", where)
     hidden = _integer(hf, "hidden_size", where)
-    head_dim = hf.get("head_dim") or (128 if family == "qwen3" else hidden // heads)
-    kv_heads = hf.get("num_key_value_heads") or heads
+    kv_heads = _integer(hf, "num_key_value_heads", where, heads)
     if heads % kv_heads:
         raise ValueError(
             f"{where}: num_attention_heads {heads} is not a multiple of num_key_value_heads {kv_heads}"
@@ -92,8 +91,8 @@ def model_config(
         num_layers=_integer(hf, "num_hidden_layers", where),
         num_heads=heads,
         num_kv_heads=kv_heads,
-        head_dim=head_dim,
-        rms_norm_eps=float(hf.get("rms_norm_eps", 1e-6)),
+        head_dim=_head_dim(hf, 128 if family == "qwen3" else hidden // heads, where),
+        rms_norm_eps=_positive(hf, "rms_norm_eps", where, 1e-6),
         rope=_rope(hf, max_positions, where),
         max_position_embeddings=max_positions,
         tie_word_embeddings=bool(hf.get("tie_word_embeddings", False)),
@@ -101,7 +100,7 @@ def model_config(
         attention_out_bias=family != "qwen2" and attention_bias,
         mlp_bias=family == "llama" and bool(hf.get("mlp_bias", False)),
         qk_norm=family == "qwen3",
-        initializer_range=float(hf.get("initializer_range", 0.02)),
+        initializer_range=_positive(hf, "initializer_range", where, 0.02),
         eos_token_ids=_eos_ids(source, hf),
         compute_dtype=compute_dtype,
         remat=remat,
@@ -119,18 +118,37 @@ def _read(source: str | Path | Mapping[str, Any]) -> tuple[Mapping[str, Any], st
     path = Path(source)
     file = path / "config.json" if path.is_dir() else path
     try:
-        return json.loads(file.read_text(encoding="utf-8")), str(file)
+        contents = json.loads(file.read_text(encoding="utf-8"))
     except OSError as error:
         raise ValueError(f"{file}: cannot be read: {error.strerror}") from None
     except json.JSONDecodeError as error:
         raise ValueError(f"{file}:{error.lineno}: not valid JSON: {error.msg}") from None
+    except UnicodeDecodeError as error:
+        raise ValueError(f"{file}: not UTF-8 text: {error.reason} at byte {error.start}") from None
+    if not isinstance(contents, dict):
+        raise ValueError(f"{file}: expected a JSON object, got {type(contents).__name__}")
+    return contents, str(file)
 
 
-def _integer(hf: Mapping[str, Any], key: str, where: str) -> int:
-    value = hf.get(key)
-    if not isinstance(value, int) or value < 1:
+def _integer(hf: Mapping[str, Any], key: str, where: str, default: int | None = None) -> int:
+    value = default if hf.get(key) is None else hf[key]
+    if not isinstance(value, int) or isinstance(value, bool) or value < 1:
         raise ValueError(f"{where}: {key}: expected a positive integer, got {value!r}")
     return value
+
+
+def _positive(hf: Mapping[str, Any], key: str, where: str, default: float | None = None) -> float:
+    value = default if hf.get(key) is None else hf[key]
+    if not isinstance(value, int | float) or isinstance(value, bool) or not value > 0:
+        raise ValueError(f"{where}: {key}: expected a positive number, got {value!r}")
+    return float(value)
+
+
+def _head_dim(hf: Mapping[str, Any], default: int, where: str) -> int:
+    head_dim = _integer(hf, "head_dim", where, default)
+    if head_dim % 2:
+        raise ValueError(f"{where}: head_dim: expected an even number (rotary embedding), got {head_dim}")
+    return head_dim
 
 
 def _refuse_other_layers(hf: Mapping[str, Any], where: str) -> None:
@@ -152,6 +170,8 @@ def _rope(hf: Mapping[str, Any], max_positions: int, where: str) -> RopeConfig:
     """The rope of `rope_parameters` (transformers 5), or `rope_theta` and `rope_scaling` (transformers 4)."""
     scaling = hf.get("rope_parameters") or hf.get("rope_scaling") or {}
     key = "rope_parameters" if hf.get("rope_parameters") else "rope_scaling"
+    if not isinstance(scaling, Mapping):
+        raise ValueError(f"{where}: {key}: expected an object, got {scaling!r}")
     kind = scaling.get("rope_type", scaling.get("type", "default"))
     if kind not in ROPE_KINDS:
         raise ValueError(
@@ -160,23 +180,18 @@ def _rope(hf: Mapping[str, Any], max_positions: int, where: str) -> RopeConfig:
     partial = scaling.get("partial_rotary_factor", hf.get("partial_rotary_factor", 1.0))
     if partial != 1.0:
         raise ValueError(f"{where}: partial_rotary_factor {partial} is not supported; expected 1.0")
-    theta = float(scaling.get("rope_theta", hf.get("rope_theta", 10_000.0)))
+    theta = _positive({**hf, **scaling}, "rope_theta", where, 10_000.0)
     if kind == "default":
         return RopeConfig("default", theta)
     needed = ("factor",) if kind == "linear" else ("factor", "low_freq_factor", "high_freq_factor")
     for name in needed:
         if name not in scaling:
             raise ValueError(f"{where}: {key}.{name} is missing; rope type {kind!r} needs it")
+    numbers = {name: _positive(scaling, name, f"{where}: {key}") for name in needed}
     if kind == "linear":
-        return RopeConfig("linear", theta, factor=float(scaling["factor"]))
-    return RopeConfig(
-        "llama3",
-        theta,
-        factor=float(scaling["factor"]),
-        low_freq_factor=float(scaling["low_freq_factor"]),
-        high_freq_factor=float(scaling["high_freq_factor"]),
-        original_max_position_embeddings=int(scaling.get("original_max_position_embeddings", max_positions)),
-    )
+        return RopeConfig("linear", theta, **numbers)
+    original = _integer(scaling, "original_max_position_embeddings", f"{where}: {key}", default=max_positions)
+    return RopeConfig("llama3", theta, **numbers, original_max_position_embeddings=original)
 
 
 def _eos_ids(source: str | Path | Mapping[str, Any], hf: Mapping[str, Any]) -> tuple[int, ...]:

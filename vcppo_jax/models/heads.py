@@ -48,7 +48,8 @@ def token_logprobs(
 
     @jax.checkpoint
     def one_chunk(hidden: jax.Array, targets: jax.Array) -> tuple[jax.Array, jax.Array]:
-        scaled = constrain(logits(params, config, hidden) / temperature, "batch", "length", "act_vocab")
+        flat = logits(params, config, hidden.reshape(-1, hidden.shape[-1]))  # two axes: see decoder.linear
+        scaled = constrain(flat.reshape(*targets.shape, -1) / temperature, "batch", "length", "act_vocab")
         log_normaliser = jax.nn.logsumexp(scaled, axis=-1)
         chosen = jnp.take_along_axis(scaled, targets[..., None], axis=-1)[..., 0]
         probs = jnp.exp(scaled - log_normaliser[..., None])

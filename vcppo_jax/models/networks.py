@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from flax import struct
 from jax.typing import ArrayLike
 
@@ -42,7 +43,7 @@ def logprobs(
     tokens see their own segment only, and the entry of a segment's first token means nothing.
     Raises ValueError unless temperature > 0.
     """
-    if isinstance(temperature, int | float) and temperature <= 0:
+    if isinstance(temperature, int | float | np.number) and not temperature > 0:
         raise ValueError(f"logprobs: temperature: expected a positive number, got {temperature}")
     tokens, segments = _as_batch(tokens, segment_ids)
     hidden = hidden_states(policy.params, policy.config, tokens, segment_ids=segments)

@@ -1,4 +1,4 @@
-"""Samples responses to prompts and scores them: the rollout that value-pretraining, RL and evaluation share."""
+"""Samples responses and scores them: the rollout that value-pretraining, RL and evaluation share."""
 
 from __future__ import annotations
 

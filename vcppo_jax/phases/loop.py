@@ -58,7 +58,7 @@ class Signals:
 
     @contextmanager
     def handled(self) -> Iterator[Signals]:
-        """Handle the signals in the block; outside the main thread (a notebook's cell is in it) do nothing."""
+        """Handle the signals in the block; outside the main thread, where Python forbids it, do nothing."""
         if threading.current_thread() is not threading.main_thread():
             yield self
             return
@@ -200,7 +200,8 @@ class PhaseLoop:
             self._save(checkpoints, done, state, meta, best)
             checkpoints.wait()
             self.progress.message(
-                f"{self.phase}: {interrupted}: step {done} is saved in {self.phase_dir}; the same command goes on"
+                f"{self.phase}: {interrupted}: step {done} is saved in {self.phase_dir}; "
+                "the same command goes on"
             )
             raise
         return state, meta, done

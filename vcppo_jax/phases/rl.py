@@ -168,7 +168,8 @@ class RL:
     def _update(
         self, step: int, state: Any, rollout: ScoredRollout, experience: Experience, timer: Timer
     ) -> tuple[Any, Metrics]:
-        config, metrics, new = self.config, {}, {}
+        config, new = self.config, {}
+        metrics: Metrics = {}
         run = functools.partial(
             Learner.epochs,
             samples=rollout.samples,

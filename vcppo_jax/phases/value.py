@@ -1,4 +1,4 @@
-"""Value-pretraining (VC-PPO, arXiv 2503.01491): the policy frozen, the value model fits Monte-Carlo returns."""
+"""Value-pretraining (VC-PPO, arXiv 2503.01491): a frozen policy, a value model fit to Monte-Carlo returns."""
 
 from __future__ import annotations
 
@@ -13,11 +13,11 @@ from vcppo_jax.phases.artifacts import find_model, save_model_files
 from vcppo_jax.phases.collect import ScoredRollout, collect, rollout_sampling
 from vcppo_jax.phases.loop import Meta, Metrics, StepResult, Timer, mean_infos
 from vcppo_jax.phases.networks import critic_learner, starting_value_model
+from vcppo_jax.phases.rl import make_experience
 from vcppo_jax.phases.workspace import Workspace
 from vcppo_jax.train.experience import AdvantageSettings
 from vcppo_jax.train.learner import Scorer
 from vcppo_jax.train.objectives import ValueScore
-from vcppo_jax.phases.rl import make_experience
 
 
 def settled(

@@ -63,7 +63,6 @@ class Workspace:
 
     def __enter__(self) -> Self:
         self.run_dir.mkdir(parents=True, exist_ok=True)
-        (self.run_dir / "config.yaml").write_text(dump_config(self.config), encoding="utf-8")
         self._stack.enter_context(_messages(self.progress))
         self._stack.enter_context(self.verifier)
         self._stack.enter_context(self.progress)
@@ -124,10 +123,11 @@ class Workspace:
             ]
             if changed:
                 raise ConfigError(
-                    f"{directory} began with other settings of {', '.join(changed)}; restore them to go on, or "
-                    "choose another run_dir"
+                    f"{directory} began with other settings of {', '.join(changed)}; restore them "
+                    "to go on, or choose another run_dir"
                 )
-        file.write_text(dump_config(self.config), encoding="utf-8")
+        for target in (file, self.run_dir / "config.yaml"):
+            target.write_text(dump_config(self.config), encoding="utf-8")
         return directory
 
     def loop(self, phase: str, total_steps: int, **options: Any) -> PhaseLoop:
@@ -259,7 +259,7 @@ class Workspace:
         self.progress.message(str(report))
 
 
-class _messages(logging.Handler):  # noqa: N801  a context manager used once
+class _messages(logging.Handler):
     """Shows the package's warnings (a damaged checkpoint that is passed over) above the progress bar."""
 
     def __init__(self, progress: Progress) -> None:

@@ -10,6 +10,7 @@ import jax
 import numpy as np
 import optax
 from jax.sharding import Mesh
+from jax.typing import ArrayLike
 
 from vcppo_jax.algos.losses import token_weights
 from vcppo_jax.data.packing import Packing, PackShape
@@ -86,9 +87,9 @@ class Learner:
         numbers = {name: float(x) for name, x in jax.device_get(info).items()}
         if numbers["skipped_in_row"] >= self.max_skipped:
             raise NonFiniteError(
-                f"{where}: {self.name}: {int(numbers['skipped_in_row'])} updates in a row had a loss or gradient "
-                f"that is not finite (loss {numbers['loss']}, gradient norm {numbers['grad_norm']}); the weights "
-                "are those before them. Lower the learning rate or look at the samples of this step"
+                f"{where}: {self.name}: {int(numbers['skipped_in_row'])} updates in a row had a loss or "
+                f"gradient that is not finite (loss {numbers['loss']}, norm {numbers['grad_norm']}); "
+                "the weights are those before them. Lower the learning rate, or look at this step's samples"
             )
         return state, numbers
 
@@ -96,7 +97,7 @@ class Learner:
         self,
         state: TrainState,
         samples: Samples,
-        fields: Mapping[str, np.ndarray],
+        fields: Mapping[str, ArrayLike],
         *,
         epochs: int,
         mini_batch_size: int,
@@ -140,9 +141,9 @@ class Samples:
 
     def pack(self, chosen: np.ndarray | None = None, capacity: int | None = None) -> Packing:
         """The packing of the chosen samples (all when None), in a shape for `capacity` of them."""
-        indices = np.arange(len(self.lengths)) if chosen is None else chosen
+        indices = np.arange(len(self.lengths)) if chosen is None else np.asarray(chosen)
         return Packing(
-            [self.prompts[i] for i in indices],
+            [self.prompts[i] for i in indices.tolist()],
             self.responses[indices],
             self.lengths[indices],
             self._shape_for(len(indices) if capacity is None else capacity),
