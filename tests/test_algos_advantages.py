@@ -71,7 +71,7 @@ MASK = np.array([[1, 1, 0, 1, 0], [0, 1, 0, 0, 0], [0, 0, 0, 0, 0]])
 
 
 def test_to_tokens():
-    tokens = jax.jit(to_tokens)(np.array([2, -3, np.nan]), MASK)
+    tokens = to_tokens(np.array([2, -3, np.nan]), MASK)
     np.testing.assert_array_equal(tokens, [[2, 2, 0, 2, 0], [0, -3, 0, 0, 0], [0] * 5])
 
 

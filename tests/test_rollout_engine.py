@@ -200,11 +200,12 @@ def test_decoding_ends_early_and_reports_progress(policy):
     assert reports == [(2, 2), (4, 4), (6, 6)], "three rounds, no chunk after the first token"
 
     reports.clear()
-    rollout = run(policy, steps=CHUNK_STEPS + 5, eos_ids=(5,), kwargs=kwargs)
-    assert reports[0][0] == 6
-    assert reports == sorted(reports)
-    assert reports[-1] == (rollout.lengths.sum(), 6)
-    assert len(reports) == 3, "the first token, a chunk, the rest"
+    # Five prompts in six slots: the first token, a chunk, the rest.
+    rollout = run(policy, PROMPTS[:5], steps=CHUNK_STEPS + 5, eos_ids=(5,), kwargs=kwargs)
+    lengths, ended = rollout.lengths, ~rollout.truncated
+    expected = [(np.minimum(lengths, t).sum(), (ended & (lengths <= t)).sum()) for t in (1, CHUNK_STEPS + 1)]
+    assert reports == [*expected, (lengths.sum(), 5)]
+    assert 0 < expected[1][1] < 5
 
 
 def test_the_eos_ids_of_the_config_are_the_default(policy):
@@ -257,9 +258,13 @@ def test_a_mesh_gives_the_tokens_of_one_device(policy, sizes, rules, monkeypatch
     sharded = policy.replace(params=jax.device_put(policy.params, shardings))
     cache_specs = set()
 
-    def advance(*args):
-        state, summary = advance_chunk(*args)
+    def look_at(state):
         cache_specs.update(str(x.sharding.spec) for x in (*state.cache.keys, *state.cache.values))
+
+    def advance(*args):
+        look_at(args[4])
+        state, summary = advance_chunk(*args)
+        look_at(state)
         return state, summary
 
     advance_chunk = engine._advance

@@ -187,7 +187,7 @@ def _rope(hf: Mapping[str, Any], max_positions: int, where: str) -> RopeConfig:
     for name in needed:
         if name not in scaling:
             raise ValueError(f"{where}: {key}.{name} is missing; rope type {kind!r} needs it")
-    numbers = {name: _positive(scaling, name, f"{where}: {key}") for name in needed}
+    numbers: dict[str, Any] = {name: _positive(scaling, name, f"{where}: {key}") for name in needed}
     if kind == "linear":
         return RopeConfig("linear", theta, **numbers)
     original = _integer(scaling, "original_max_position_embeddings", f"{where}: {key}", default=max_positions)

@@ -30,6 +30,7 @@ def run_phases(config: Config, phases: tuple[str, ...], *, again: tuple[str, ...
     """
     with Workspace(config) as workspace:
         for phase in phases:
+            workspace.signals.check()
             if phase not in again and finished(workspace.run_dir / phase):
                 workspace.begin(phase)
                 workspace.progress.message(f"{phase}: finished already in {workspace.run_dir / phase}")

@@ -75,7 +75,9 @@ def build_experience(
 
 
 def experience_metrics(experience: Experience, raw_advantages: jax.Array) -> dict[str, jax.Array]:
-    """Scalars by verl's names: mean, max and min over tokens, explained variance, and position statistics.
+    """Scalars by verl's names: mean, max and min, explained variance, and position statistics.
+
+    Rewards are summed over each response, as verl's; advantages, returns and values are over tokens.
 
     `decile_k` is the mean over the tokens in the k-th tenth of their response. Those of the advantages and
     `advantage_position_corr`, their correlation with t / length, are taken before whitening, which would
@@ -83,7 +85,11 @@ def experience_metrics(experience: Experience, raw_advantages: jax.Array) -> dic
     """
     mask = experience.mask > 0
     metrics: dict[str, jax.Array] = {}
-    for name in ("rewards", "advantages", "returns", "values"):
+    per_sequence = jnp.sum(jnp.where(mask, experience.rewards, 0.0), axis=-1)
+    metrics["critic/rewards/mean"] = masked_mean(per_sequence, jnp.any(mask, axis=-1))
+    metrics["critic/rewards/max"] = jnp.max(per_sequence)
+    metrics["critic/rewards/min"] = jnp.min(per_sequence)
+    for name in ("advantages", "returns", "values"):
         x = getattr(experience, name)
         metrics[f"critic/{name}/mean"] = masked_mean(x, mask)
         metrics[f"critic/{name}/max"] = jnp.max(x, where=mask, initial=-jnp.inf)

@@ -1,0 +1,233 @@
+"""The configuration: strict, frozen, one line per fault; includes, overrides and the shipped files."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+import yaml
+from pydantic import ValidationError
+
+from vcppo_jax.config import Config
+from vcppo_jax.config_load import ConfigError, dump_config, iterate_keys, load_config, nearest_key
+
+SHIPPED = sorted((Path(__file__).parent.parent / "configs").rglob("*.yaml"))
+MINIMAL = "run_dir: runs/x\nmodel: {path: builtin:tiny}\ndata: {train: 'task:running_sum'}\n"
+
+
+@pytest.fixture
+def write(tmp_path):
+    def write(text, name="run.yaml"):
+        path = tmp_path / name
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_text(text)
+        return path
+
+    return write
+
+
+def fault(path, *overrides) -> str:
+    """The message, which must be one line that begins with the file."""
+    with pytest.raises(ConfigError) as caught:
+        load_config(path, overrides)
+    message = str(caught.value)
+    assert "\n" not in message, message
+    assert message.startswith(f"{path}"), message
+    return message
+
+
+def test_a_minimal_file_has_the_papers_defaults(write):
+    config = load_config(write(MINIMAL))
+    assert config.algorithm.lambda_actor == 0.95
+    assert config.algorithm.lambda_critic == 1.0
+    assert config.algorithm.gamma == 1.0
+    assert (config.actor.learning_rate, config.critic.learning_rate) == (1e-6, 2e-6)
+    assert config.phases == ("sft", "value", "rl", "evaluate")
+
+
+@pytest.mark.parametrize(
+    ("override", "expected"),
+    [
+        ("algorithm.lambda_acter=1", "unknown key 'algorithm.lambda_acter'; did you mean 'algorithm.lambda_actor'?"),
+        ("rl.stepz=3", "unknown key 'rl.stepz'; did you mean 'rl.steps'?"),
+        ("lambda_actor=1", "unknown key 'lambda_actor'; did you mean 'algorithm.lambda_actor'?"),
+        ("zzzzzz=1", "unknown key 'zzzzzz'"),
+    ],
+)  # fmt: skip
+def test_an_unknown_key_names_the_nearest(write, override, expected):
+    path = write(MINIMAL)
+    assert fault(path, override) == f"{path}: {expected}"
+
+
+@pytest.mark.parametrize(
+    ("override", "parts"),
+    [
+        ("rl.steps=many", ("rl.steps", "integer", "'many'")),
+        ("rl.steps=0", ("rl.steps", "greater than or equal to 1", "0")),
+        ("rl.steps=1.5", ("rl.steps", "integer", "1.5")),
+        ("algorithm.gamma=1.5", ("algorithm.gamma", "less than or equal to 1", "1.5")),
+        ("algorithm.gamma=.nan", ("algorithm.gamma", "finite", "nan")),
+        ("rollout.temperature=0", ("rollout.temperature", "greater than 0", "0")),
+        ("algorithm.advantage=gea", ("algorithm.advantage", "'gae' or 'grpo'", "'gea'")),
+        ("model.path=3", ("model.path", "string", "3")),
+        ("rl=3", ("rl", "RLSection", "3")),
+        ("rl.steps=", ("rl.steps", "integer", "None")),
+    ],
+)
+def test_a_wrong_value_is_named_with_what_was_expected(write, override, parts):
+    message = fault(write(MINIMAL), override)
+    for part in parts:
+        assert part in message
+
+
+def test_every_fault_has_a_line_of_its_own(write):
+    path = write(MINIMAL + "rl: {stepz: 1}\nseed: x\n")
+    with pytest.raises(ConfigError) as caught:
+        load_config(path)
+    lines = str(caught.value).splitlines()
+    assert len(lines) == 2
+    assert all(line.startswith(f"{path}: ") for line in lines)
+
+
+@pytest.mark.parametrize("key", ["run_dir", "model.path", "data.train"])
+def test_a_missing_key_is_named(write, key):
+    data = yaml.safe_load(MINIMAL)
+    section, _, leaf = key.rpartition(".")
+    del (data[section] if section else data)[leaf]
+    message = fault(write(yaml.safe_dump(data)))
+    assert f"{key}: is required; set it in the file or with {key}=VALUE" in message
+
+
+def test_overrides_go_over_the_file_in_their_order(write):
+    path = write(MINIMAL + "rl: {steps: 5, evaluate_every: 2}\n")
+    words = ["rl.steps=6", "rl.steps=7", "actor.learning_rate=3e-6", "phases=[rl]", "data.system_prompt=hi = x"]
+    config = load_config(path, words)
+    assert (config.rl.steps, config.rl.evaluate_every) == (7, 2)
+    assert config.actor.learning_rate == 3e-6
+    assert config.phases == ("rl",)
+    assert config.data.system_prompt == "hi = x"
+
+
+@pytest.mark.parametrize("word", ["rl.steps", "=3"])
+def test_an_override_without_key_or_value_is_refused(write, word):
+    with pytest.raises(ConfigError, match="expected key.sub=value"):
+        load_config(write(MINIMAL), [word])
+
+
+def test_includes_lie_beneath_the_file_and_relative_to_it(write):
+    write("seed: 1\nrl: {steps: 1, prompts_per_step: 512}\nactor: {epochs: 3}\n", "base/a.yaml")
+    write("include: a.yaml\nseed: 2\n", "base/b.yaml")
+    path = write("include: [base/b.yaml]\nrl: {steps: 9}\n" + MINIMAL)
+    config = load_config(path)
+    assert (config.seed, config.rl.steps, config.rl.prompts_per_step, config.actor.epochs) == (2, 9, 512, 3)
+    over = write("rl: {steps: 11}\n", "over.yaml")
+    assert load_config(path, [f"include={over.name}"]).rl.steps == 11
+    assert load_config(path, [f"include={over.name}", "rl.steps=12"]).rl.steps == 12
+
+
+def test_a_file_that_includes_itself_is_refused(write):
+    write("include: run.yaml\n", "other.yaml")
+    with pytest.raises(ConfigError, match="includes itself"):
+        load_config(write("include: other.yaml\n" + MINIMAL))
+
+
+def test_a_missing_include_is_named(write):
+    with pytest.raises(ConfigError, match=r"nowhere\.yaml: cannot read the configuration"):
+        load_config(write("include: nowhere.yaml\n" + MINIMAL))
+
+
+@pytest.mark.parametrize(
+    ("text", "expected"),
+    [
+        ("run_dir: x\nrl: [1\n", "run.yaml:3: not valid YAML"),
+        ("- a\n", "expected a mapping of keys at the top, got list"),
+        ("", "expected a mapping of keys at the top, got NoneType"),
+    ],
+)
+def test_files_that_are_no_configuration(write, text, expected):
+    assert expected in fault(write(text))
+
+
+def test_a_missing_file_and_a_directory(tmp_path):
+    assert "No such file" in fault(tmp_path / "none.yaml")
+    assert "directory" in fault(tmp_path)
+
+
+def test_a_configuration_is_frozen_and_hashable(write):
+    path = write(MINIMAL)
+    config = load_config(path)
+    with pytest.raises(ValidationError, match="frozen"):
+        config.seed = 3
+    with pytest.raises(ValidationError, match="frozen"):
+        config.rl.steps = 3
+    assert hash(config) == hash(load_config(path))
+    assert config == load_config(path)
+    other = load_config(path, ["rl.steps=3"])
+    assert other != config
+    assert hash(other) != hash(config)
+
+
+def test_what_is_dumped_loads_as_the_same(write):
+    words = ["data.system_prompt='Ein ä: \"x\"'", "value.checkpoint_steps=[3, 9]", "algorithm.dual_clip=3"]
+    config = load_config(write(MINIMAL), words)
+    text = dump_config(config)
+    assert load_config(write(text, "dumped.yaml")) == config
+    leaves = {key.rpartition(".")[2] for key, _ in iterate_keys()}
+    assert all(f"{leaf}:" in text for leaf in leaves)
+
+
+def test_every_key_is_explained():
+    unexplained = [key for key, field in iterate_keys() if not field.description]
+    assert not unexplained
+
+
+@pytest.mark.parametrize(
+    ("words", "expected"),
+    [
+        (["phases=[rl, value]"], "phases: expected some of sft, value, rl, evaluate, once each"),
+        (["phases=[rl, rl]"], "phases: expected some of"),
+        (["phases=[]"], "phases: expected some of"),
+        (["phases=[rl]", "algorithm.advantage=grpo"], "set rollout.n to 2 or more"),
+        (["phases=[value, rl]", "algorithm.advantage=grpo", "rollout.n=2"], "remove value from phases"),
+        (["value_model.init=reward_model"], "value_model.init=reward_model needs value_model.path"),
+        (["value_model.init=checkpoint"], "value_model.init=checkpoint needs value_model.path"),
+        (["value_model.path=x"], "value_model.path is set but value_model.init=policy"),
+        (["value.mini_batch_size=100"], "value.prompts_per_step x rollout.n = 512 samples, which value.mini"),
+        (["rl.mini_batch_size=100", "rollout.n=3"], "rl.prompts_per_step x rollout.n = 1536 samples"),
+        (["train.row_tokens=3071"], "train.row_tokens=3071 is less than"),
+        (["data.train=x.jsonl"], "sft.data: expected a file of demonstrations, or remove sft from phases"),
+    ],
+)
+def test_combinations_that_make_no_sense_are_refused(write, words, expected):
+    assert expected in fault(write(MINIMAL), *words)
+
+
+@pytest.mark.parametrize(
+    "words",
+    [
+        ["phases=[rl]", "algorithm.advantage=grpo", "rollout.n=2"],
+        ["value_model.init=checkpoint", "value_model.path=runs/x/value"],
+        ["phases=[rl]", "value.mini_batch_size=100"],  # a phase that does not run
+        ["train.row_tokens=3072"],
+        ["data.train=x.jsonl", "phases=[value, rl]"],
+        ["data.train=x.jsonl", "sft.data=y.jsonl"],
+    ],
+)
+def test_their_neighbours_are_not(write, words):
+    assert isinstance(load_config(write(MINIMAL), words), Config)
+
+
+def test_nearest_key_of_nonsense_is_none():
+    assert nearest_key("qqqqqqqq") is None
+
+
+@pytest.mark.parametrize("path", SHIPPED, ids=lambda p: p.name)
+def test_shipped_configurations_load(path):
+    required = {"run_dir": "runs/x", "model.path": "models/x", "data.train": "x.jsonl"}
+    text = path.read_text()
+    words = [f"{key}={value}" for key, value in required.items() if key.rpartition(".")[2] + ":" not in text]
+    load_config(path, words)
+
+
+def test_configurations_are_shipped():
+    assert "quickstart.yaml" in [path.name for path in SHIPPED]

@@ -1,0 +1,133 @@
+"""What is read from the hidden states: log-probs, entropy, logits, values."""
+
+from __future__ import annotations
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from tiny_networks import assert_trees_close, random_params, random_tokens, tiny_config
+
+from vcppo_jax.models.heads import logits, token_logprobs, token_values
+from vcppo_jax.models.networks import ValueModel, values
+from vcppo_jax.models.specs import weight_specs
+
+BATCH, LENGTH = 2, 11
+
+
+def case_of(name: str):
+    config = tiny_config(name)
+    params = random_params(config)
+    head = {key: params[key] for key in ("embed", "lm_head") if key in params}
+    hidden = np.random.default_rng(2).normal(size=(BATCH, LENGTH, config.hidden_size)).astype(np.float32)
+    return config, head, hidden, random_tokens(BATCH, LENGTH, seed=3)
+
+
+def whole(head, config, hidden, targets, temperature):
+    """The definition, over [B, L, V]."""
+    kernel = head["embed"].T if config.tie_word_embeddings else head["lm_head"]
+    scores = jax.nn.log_softmax(jnp.matmul(hidden, kernel, precision="highest") / temperature)
+    chosen = jnp.take_along_axis(scores, targets[..., None], axis=-1)[..., 0]
+    return chosen, -jnp.sum(jnp.exp(scores) * scores, axis=-1)
+
+
+@pytest.mark.parametrize("name", ["llama", "llama_tied"])
+@pytest.mark.parametrize(("temperature", "chunk"), [(1.0, 1), (0.6, 8), (1.5, 1024)])
+def test_chunks_equal_log_softmax_with_gradients(name, temperature, chunk):
+    config, head, hidden, targets = case_of(name)
+    weights = np.random.default_rng(4).normal(size=(2, BATCH, LENGTH)).astype(np.float32)
+
+    def total(function):
+        def loss(head, hidden):
+            logprobs, entropy = function(head, hidden)
+            return jnp.sum(weights[0] * logprobs) + jnp.sum(weights[1] * entropy), (logprobs, entropy)
+
+        return jax.jit(jax.value_and_grad(loss, (0, 1), has_aux=True))(head, hidden)
+
+    chunked = total(
+        lambda head, hidden: token_logprobs(
+            head, config, hidden, targets, temperature=temperature, chunk=chunk
+        )
+    )
+    expected = total(lambda head, hidden: whole(head, config, hidden, targets, temperature))
+    assert all(leaf.dtype == jnp.float32 for leaf in chunked[0][1])
+    assert chunked[0][1][0].shape == (BATCH, LENGTH)
+    assert_trees_close(chunked, expected, atol=1e-4, rtol=1e-4)
+
+
+def test_temperature_may_be_traced():
+    config, head, hidden, targets = case_of("llama")
+    traced = jax.jit(lambda t: token_logprobs(head, config, hidden, targets, temperature=t))(0.6)
+    assert_trees_close(traced, whole(head, config, hidden, targets, 0.6), atol=1e-4)
+
+
+def test_a_uniform_distribution_has_the_entropy_log_v():
+    config, head, hidden, targets = case_of("llama")
+    logprobs, entropy = token_logprobs(head, config, 0 * hidden, targets, temperature=1.0)
+    np.testing.assert_allclose(logprobs, -np.log(64), rtol=1e-6)
+    np.testing.assert_allclose(entropy, np.log(64), rtol=1e-6)
+
+
+@pytest.mark.parametrize("name", ["llama", "llama_tied"])
+def test_the_logits_of_all_positions_never_exist(name):
+    config = tiny_config(name, vocab_size=4096)
+    head = {
+        key: jax.ShapeDtypeStruct(spec.shape, jnp.float32)
+        for key, spec in weight_specs(config, head="lm").items()
+        if key in ("embed", "lm_head")
+    }
+    hidden = jax.ShapeDtypeStruct((2, 1024, config.hidden_size), jnp.float32)
+    targets = jax.ShapeDtypeStruct((2, 1024), jnp.int32)
+
+    def temporary_bytes(chunk):
+        def loss(head, hidden, targets):
+            logprobs, entropy = token_logprobs(head, config, hidden, targets, temperature=1.0, chunk=chunk)
+            return jnp.sum(logprobs + entropy)
+
+        compiled = jax.jit(jax.grad(loss, (0, 1))).lower(head, hidden, targets).compile()
+        return compiled.memory_analysis().temp_size_in_bytes
+
+    all_logits = 2 * 1024 * 4096 * 4
+    assert temporary_bytes(64) < all_logits / 4
+    assert temporary_bytes(2048) >= all_logits
+
+
+def test_bfloat16_states_give_float32_log_probs_of_the_same_distribution():
+    config, head, hidden, targets = case_of("llama")
+    narrow = jnp.asarray(hidden, jnp.bfloat16)
+    logprobs, entropy = token_logprobs(head, config, narrow, targets, temperature=1.0)
+    exact = whole(head, config, hidden, targets, 1.0)
+    assert logprobs.dtype == entropy.dtype == jnp.float32
+    np.testing.assert_allclose(logprobs, exact[0], atol=0.1)
+    np.testing.assert_allclose(entropy, exact[1], atol=0.1)
+    assert logits(head, config, narrow).dtype == jnp.float32
+
+
+def test_a_new_value_head_is_zero_and_learns():
+    config = tiny_config("qwen2")
+    params = random_params(config, head="value", head_bias=True)
+    zero = {"kernel": jnp.zeros((32, 1)), "bias": jnp.zeros(1)}
+    assert {name: spec.init for name, spec in weight_specs(config, head="value")["score"].items()} == {
+        "kernel": "zeros"
+    }
+    new = ValueModel({**params, "score": zero}, config)
+    tokens = random_tokens(2, 6)
+    np.testing.assert_array_equal(values(new, tokens), np.zeros((2, 6), np.float32))
+    gradient = jax.jit(jax.grad(lambda model: jnp.sum(values(model, tokens) - 1.0)))(new)
+    assert np.abs(gradient.params["score"]["kernel"]).max() > 0.01
+    np.testing.assert_allclose(gradient.params["score"]["bias"], 12.0)
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_values_are_a_product_plus_the_bias_in_float32(dtype):
+    rng = np.random.default_rng(5)
+    hidden = rng.normal(size=(2, 3, 32)).astype(np.float32)
+    kernel = rng.normal(size=(32, 1)).astype(np.float32)
+    plain = token_values({"score": {"kernel": kernel}}, jnp.asarray(hidden, dtype))
+    assert plain.shape == (2, 3)
+    assert plain.dtype == jnp.float32
+    np.testing.assert_allclose(plain, (hidden @ kernel)[..., 0], atol=1e-5 if dtype == "float32" else 0.1)
+    shifted = token_values(
+        {"score": {"kernel": kernel, "bias": jnp.full(1, 0.75)}}, jnp.asarray(hidden, dtype)
+    )
+    np.testing.assert_allclose(shifted - plain, 0.75, atol=1e-5)

@@ -1,0 +1,161 @@
+"""Five VC-PPO steps on fixed rollouts: one trajectory on one device, 8-way FSDP, FSDP x tensor, any remat."""
+
+from __future__ import annotations
+
+import functools
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+from tiny_networks import random_params, tiny_config
+
+from vcppo_jax.data.packing import pack_shape
+from vcppo_jax.models.specs import param_shardings, weight_specs
+from vcppo_jax.sharding import batch_shards, make_mesh
+from vcppo_jax.train.experience import AdvantageSettings, build_experience
+from vcppo_jax.train.learner import Learner, Samples, Scorer
+from vcppo_jax.train.objectives import LogprobScore, PolicyObjective, ValueObjective, ValueScore
+from vcppo_jax.train.optimizer import make_optimizer
+
+STEPS, SEQUENCES, RESPONSE = 5, 8, 7
+SETTINGS = AdvantageSettings(
+    advantage="gae",
+    group_size=1,
+    gamma=1.0,
+    lambda_actor=0.95,
+    lambda_critic=1.0,
+    whiten=True,
+    kl_reward_coef=0.01,
+    kl_kind="k1",
+)
+MESHES = {
+    "one device": {"data": 1, "fsdp": 1, "tensor": 1},
+    "fsdp 8": {"data": 1, "fsdp": 8, "tensor": 1},
+    "fsdp 4 x tensor 2": {"data": 1, "fsdp": 4, "tensor": 2},
+    "data 2 x fsdp 2 x tensor 2": {"data": 2, "fsdp": 2, "tensor": 2},
+}
+
+
+def mesh_of(name):
+    sizes = MESHES[name]
+    return make_mesh(sizes, jax.devices()[: int(np.prod(list(sizes.values())))])
+
+
+def rollout(step, mesh):
+    """(samples, scores) of one step, the same whatever the mesh."""
+    rng = np.random.default_rng(step)
+    prompts = [rng.integers(1, 60, n).tolist() for n in rng.integers(1, 6, SEQUENCES)]
+    responses = rng.integers(1, 60, (SEQUENCES, RESPONSE)).astype(np.int32)
+    lengths = rng.integers(1, RESPONSE + 1, SEQUENCES)
+
+    def shape_for(count):
+        return pack_shape(sequences=count, row_tokens=16, micro_batch_tokens=48, shards=batch_shards(mesh))
+
+    scores = rng.choice([-1.0, 1.0], SEQUENCES).astype(np.float32)
+    return Samples(prompts, responses, lengths, shape_for), scores
+
+
+def learner(name, config, head, objective, mesh):
+    # An epsilon well above rounding: Adam divides a gradient by its own size, noise included.
+    optimizer = make_optimizer(
+        optax.constant_schedule(3e-3), beta1=0.9, beta2=0.95, eps=1e-4, weight_decay=0.01, max_grad_norm=1.0
+    )
+    specs = weight_specs(config, head=head)
+    made = Learner(name, specs, objective, optimizer, mesh, max_skipped=1)
+    start = jax.device_put(random_params(config, head=head), param_shardings(specs, mesh))
+    return made, made.new_state(start)
+
+
+@functools.cache
+def trajectory(mesh_name, remat="none"):
+    """(actor state, critic state, numbers of every step) after five steps."""
+    mesh = mesh_of(mesh_name)
+    config = tiny_config("llama", remat=remat)
+    policy_objective = PolicyObjective(
+        config=config, temperature=0.7, clip_low=0.2, clip_high=0.2, dual_clip=None,
+        kl_loss_coef=0.0, kl_kind="k1", entropy_coef=0.01,
+    )  # fmt: skip
+    numbers = []
+    with jax.set_mesh(mesh):
+        actor_learner, actor = learner("actor", config, "lm", policy_objective, mesh)
+        critic_learner, critic = learner("critic", config, "value", ValueObjective(config, 0.5), mesh)
+        score_logprobs = Scorer(LogprobScore(config, 0.7), mesh)
+        score_values = Scorer(ValueScore(config), mesh)
+        reference = jax.tree.map(jnp.copy, actor.params)
+        for step in range(STEPS):
+            samples, scores = rollout(step, mesh)
+            packing = samples.pack()
+            old = score_logprobs(actor.params, packing)
+            ref = score_logprobs(reference, packing)
+            values = score_values(critic.params, packing)
+            experience, _ = build_experience(
+                scores, samples.mask.astype(np.float32), old, ref, values, settings=SETTINGS
+            )
+            common = {"mini_batch_size": 4, "aggregation": "token-mean", "where": "test", "epochs": 1}
+            critic, critic_infos = critic_learner.epochs(
+                critic,
+                samples,
+                {"returns": experience.returns, "old_values": values},
+                seed=(step, 0),
+                **common,
+            )
+            actor, actor_infos = actor_learner.epochs(
+                actor,
+                samples,
+                {"old_logprobs": old, "advantages": experience.advantages},
+                seed=(step, 1),
+                **common,
+            )
+            infos = [*critic_infos, *actor_infos]
+            numbers.append([x for info in infos for _, x in sorted(info.items())])
+            numbers.append([float(old.sum()), float(values.sum()), float(ref.sum())])
+    return actor, critic, numbers
+
+
+def assert_same(ours, theirs):
+    for mine, other in zip(ours[:2], theirs[:2]):
+        pairs = zip(jax.tree_util.tree_leaves_with_path(mine.params), jax.tree.leaves(other.params))
+        for (path, leaf), expected in pairs:
+            np.testing.assert_allclose(
+                leaf, expected, atol=1e-4, rtol=1e-4, err_msg=jax.tree_util.keystr(path)
+            )
+        assert int(mine.updates) == int(other.updates) == 2 * STEPS
+    for mine, other in zip(ours[2], theirs[2]):
+        np.testing.assert_allclose(mine, other, atol=1e-4, rtol=1e-3)
+
+
+def test_the_trajectory_goes_somewhere():
+    actor, critic, _ = trajectory("one device")
+    for state, head in ((actor, "lm"), (critic, "value")):
+        start = random_params(tiny_config("llama"), head=head)
+        moved = jax.tree.map(lambda a, b: float(jnp.abs(a - b).max()), state.params, start)
+        assert min(jax.tree.leaves(moved)) > 1e-3, moved
+
+
+@pytest.mark.parametrize("mesh_name", list(MESHES)[1:])
+def test_one_trajectory_on_every_mesh(mesh_name):
+    assert_same(trajectory(mesh_name), trajectory("one device"))
+
+
+@pytest.mark.parametrize("remat", ["full", "dots"])
+def test_recomputation_changes_nothing(remat):
+    assert_same(trajectory("one device", remat), trajectory("one device"))
+
+
+@pytest.mark.parametrize(
+    ("mesh_name", "query_shard"), [("fsdp 8", (2, 4, 32)), ("fsdp 4 x tensor 2", (2, 8, 16))]
+)
+def test_parameters_and_moments_lie_in_shards_after_training(mesh_name, query_shard):
+    actor, critic, _ = trajectory(mesh_name)
+    for state in (actor, critic):
+        moments = state.opt_state.inner_state[1][0]
+        for tree in (state.params, moments.mu, moments.nu):
+            query = tree["layers"]["query"]["kernel"]
+            assert query.shape == (2, 32, 32)
+            assert {shard.data.shape for shard in query.addressable_shards} == {query_shard}
+            leaves = jax.tree.leaves(tree)
+            total = sum(leaf.nbytes for leaf in leaves)
+            held = sum(leaf.addressable_shards[0].data.nbytes for leaf in leaves)
+            assert held < total / 7  # an eighth each, but for norms and the value head

@@ -1,0 +1,282 @@
+"""Updates over packed micro-batches: same gradients however they are cut, skips, ratios, the optimizer."""
+
+from __future__ import annotations
+
+import functools
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+from tiny_networks import assert_trees_close, random_params, tiny_config
+
+from vcppo_jax.algos.losses import kl_penalty, policy_loss, token_weights, value_loss, weighted_sum
+from vcppo_jax.data.packing import Packing, PackShape
+from vcppo_jax.models.networks import Policy, ValueModel, logprobs, values
+from vcppo_jax.models.specs import WeightSpec, weight_specs
+from vcppo_jax.sharding import make_mesh
+from vcppo_jax.train.learner import Learner, NonFiniteError, Samples, Scorer
+from vcppo_jax.train.objectives import LogprobScore, PolicyObjective, ValueObjective
+from vcppo_jax.train.optimizer import decay_mask, learning_rate_schedule, make_optimizer
+from vcppo_jax.train.updates import accumulate
+
+CONFIG = tiny_config("qwen2", num_hidden_layers=1)
+POLICY = PolicyObjective(
+    config=CONFIG,
+    temperature=0.7,
+    clip_low=0.2,
+    clip_high=0.2,
+    dual_clip=3.0,
+    kl_loss_coef=0.1,
+    kl_kind="k3",
+    entropy_coef=0.01,
+)
+VALUE = ValueObjective(config=CONFIG, clip=0.2)
+# 7 to 12 tokens each: none shares a row of 12, two or three share one of 36. Responses of 1 to 8 tokens.
+PROMPT_LENGTHS = np.array([6, 3, 4, 6, 2, 3, 3, 4])
+LENGTHS = np.array([1, 8, 4, 2, 5, 6, 7, 8])
+RNG = np.random.default_rng(0)
+PROMPTS = [RNG.integers(1, 60, n).tolist() for n in PROMPT_LENGTHS]
+RESPONSES = RNG.integers(1, 60, (8, 8)).astype(np.int32)
+MASK = np.arange(8)[None] < LENGTHS[:, None]
+SHAPES = {
+    "1x8": PackShape(1, 8, 12),
+    "2x4": PackShape(2, 4, 12),
+    "8x1": PackShape(8, 1, 12),
+    "packed": PackShape(2, 2, 36),
+    "packed, spare micro-batch": PackShape(5, 1, 36),
+}
+AGGREGATIONS = ("token-mean", "seq-mean-token-mean")
+
+
+def one_device():
+    return make_mesh({"data": 1, "fsdp": 1, "tensor": 1}, jax.devices()[:1])
+
+
+def adamw(learning_rate=1e-2, **changes):
+    settings = {"beta1": 0.9, "beta2": 0.95, "eps": 1e-8, "weight_decay": 0.0, "max_grad_norm": 1.0}
+    return make_optimizer(optax.constant_schedule(learning_rate), **(settings | changes))
+
+
+def fields(aggregation):
+    rng = np.random.default_rng(1)
+    draws = {
+        name: rng.normal(size=(8, 8)).astype(np.float32) for name in ("advantages", "returns", "old_values")
+    }
+    for name in ("old_logprobs", "ref_logprobs"):
+        draws[name] = (-4 + rng.normal(size=(8, 8))).astype(np.float32)
+    draws["weights"] = np.asarray(token_weights(MASK, aggregation=aggregation))
+    draws["token_mean"] = np.asarray(token_weights(MASK, aggregation="token-mean"))
+    return draws
+
+
+@functools.cache
+def params(head):
+    return random_params(CONFIG, head=head)
+
+
+@functools.cache
+def compiled(objective):
+    return jax.jit(functools.partial(accumulate, objective))
+
+
+def gradients(objective, head, shape, aggregation):
+    """(gradients, loss, info) of the eight samples, cut as `shape`."""
+    packing = Packing(PROMPTS, RESPONSES, LENGTHS, shape)
+    batch = packing.batch(fields(aggregation))
+    return compiled(objective)(params(head), batch, np.int32(packing.micro_batches))
+
+
+@functools.cache
+def padded_oracle(objective, head):
+    """The same from the public functions on a right-padded batch: no packing, no micro-batches."""
+    tokens = np.zeros((8, 16), np.int32)
+    for row, prompt, response, length in zip(tokens, PROMPTS, RESPONSES, LENGTHS):
+        row[: len(prompt) + length] = [*prompt, *response[:length]]
+    at = PROMPT_LENGTHS[:, None] - 1 + np.arange(8)[None]
+
+    def policy(params, data):
+        x = jnp.take_along_axis(logprobs(Policy(params, CONFIG), tokens, temperature=0.7), at, 1)
+        loss, _ = policy_loss(
+            *(x, data["old_logprobs"], data["advantages"], MASK),
+            **{"clip_low": 0.2, "clip_high": 0.2, "dual_clip": 3.0, "weights": data["weights"]},
+        )
+        kl = kl_penalty(x, data["ref_logprobs"], kind="k3", mask=MASK)
+        return loss + 0.1 * weighted_sum(kl, data["weights"])
+
+    def value(params, data):
+        x = jnp.take_along_axis(values(ValueModel(params, CONFIG), tokens), at, 1)
+        old, returns = data["old_values"], data["returns"]
+        return value_loss(x, old, returns, MASK, clip=0.2, weights=data["weights"])[0]
+
+    return jax.jit(jax.value_and_grad(policy if head == "lm" else value))
+
+
+@pytest.mark.parametrize("aggregation", AGGREGATIONS)
+@pytest.mark.parametrize(("objective", "head"), [(POLICY, "lm"), (VALUE, "value")], ids=["policy", "value"])
+def test_the_cut_changes_nothing(objective, head, aggregation):
+    whole = gradients(objective, head, SHAPES["1x8"], aggregation)
+    assert max(float(jnp.abs(g).max()) for g in jax.tree.leaves(whole[0])) > 1e-2
+    for name, shape in SHAPES.items():
+        cut = gradients(objective, head, shape, aggregation)
+        for ours, theirs in zip(jax.tree.leaves(cut), jax.tree.leaves(whole)):
+            np.testing.assert_allclose(ours, theirs, atol=1e-5, rtol=1e-5, err_msg=name)
+
+
+def without_entropy(objective):
+    import dataclasses
+
+    return dataclasses.replace(objective, entropy_coef=0.0)
+
+
+@pytest.mark.parametrize(
+    ("objective", "head"), [(without_entropy(POLICY), "lm"), (VALUE, "value")], ids=["policy", "value"]
+)
+def test_the_packed_gradient_is_that_of_the_padded_batch(objective, head):
+    data = fields("token-mean")
+    loss, expected = padded_oracle(objective, head)(params(head), data)
+    found, packed_loss, _ = gradients(objective, head, SHAPES["packed"], "token-mean")
+    np.testing.assert_allclose(packed_loss, loss, rtol=1e-5)
+    assert_trees_close(found, expected, atol=1e-5, rtol=1e-5)
+
+
+@pytest.fixture
+def samples():
+    return Samples(PROMPTS, RESPONSES, LENGTHS, lambda count: PackShape(count, 1, 36))
+
+
+def first_update(samples, *, scored_at, trained_at):
+    """Infos of the first mini-batches of a policy that was scored and is trained at these temperatures."""
+    import dataclasses
+
+    mesh = one_device()
+    start = params("lm")
+    packing = Packing(PROMPTS, RESPONSES, LENGTHS, SHAPES["1x8"])
+    old = Scorer(LogprobScore(CONFIG, scored_at), mesh)(start, packing)
+    objective = dataclasses.replace(POLICY, temperature=trained_at)
+    learner = Learner("actor", weight_specs(CONFIG, head="lm"), objective, adamw(1e-12), mesh, max_skipped=1)
+    state = learner.new_state(jax.tree.map(jnp.copy, start))
+    state, infos = learner.epochs(
+        state,
+        samples,
+        {"old_logprobs": old, "ref_logprobs": old, "advantages": fields("token-mean")["advantages"]},
+        epochs=1,
+        mini_batch_size=4,
+        aggregation="token-mean",
+        seed=(0, 1),
+        where="test",
+    )
+    assert int(state.updates) == 2
+    return infos
+
+
+def test_at_the_first_update_the_ratio_is_1_and_the_kl_0(samples):
+    for info in first_update(samples, scored_at=0.7, trained_at=0.7):
+        assert info["ratio_mean"] == pytest.approx(1, abs=1e-5)
+        assert info["ppo_kl"] == pytest.approx(0, abs=1e-5)
+        assert info["kl_loss"] == pytest.approx(0, abs=1e-6)
+        assert info["pg_clipfrac"] == 0
+
+
+def test_another_temperature_would_show(samples):
+    assert abs(first_update(samples, scored_at=1.0, trained_at=0.7)[0]["ratio_mean"] - 1) > 0.05
+
+
+# A loss of which every part is in hand: sum(weights * x) * |kernel|^2, plus a constant `offset` per token.
+TOY_SPECS = {
+    "w": {
+        "kernel": WeightSpec((2, 3), (None, None), "ones", "w", False),
+        "bias": WeightSpec((2, 3), (None, None), "ones", "b", False),
+    }
+}
+
+
+def toy_loss(params, batch):
+    scale = jnp.sum(batch.fields["weights"] * batch.fields["x"])
+    loss = scale * jnp.sum(params["w"]["kernel"] ** 2) + jnp.sum(batch.fields["offset"])
+    return loss, {}
+
+
+def toy_learner(max_skipped, **changes):
+    learner = Learner("critic", TOY_SPECS, toy_loss, adamw(**changes), one_device(), max_skipped=max_skipped)
+    state = learner.new_state(jax.tree.map(jnp.asarray, {"w": {"kernel": np.ones((2, 3), np.float32)} | {
+        "bias": np.ones((2, 3), np.float32)}}))  # fmt: skip
+    packing = Packing([[1], [2]], np.ones((2, 2), np.int32), np.array([2, 1]), PackShape(2, 1, 3))
+
+    def step(state, x=1.0, offset=0.0):
+        ones = np.ones((2, 2), np.float32)
+        given = {"weights": ones / 3, "x": ones * x, "offset": ones * offset}
+        return learner.step(state, packing, given, "value step 7")
+
+    return state, step
+
+
+@pytest.mark.parametrize("bad", [{"x": np.nan}, {"x": np.inf}, {"offset": np.nan}, {"offset": np.inf}])
+def test_an_update_that_is_not_finite_is_skipped_and_counted(bad):
+    state, step = toy_learner(max_skipped=10)
+    state, info = step(state)
+    assert (info["skipped"], info["skipped_in_row"]) == (0, 0)
+    before = jax.device_get((state.params, state.opt_state.inner_state))
+    state, info = step(state, **bad)
+    assert (info["skipped"], info["skipped_in_row"]) == (1, 1)
+    assert not np.isfinite(info["grad_norm"])
+    after = jax.device_get((state.params, state.opt_state.inner_state))
+    for ours, theirs in zip(jax.tree.leaves(after), jax.tree.leaves(before)):
+        np.testing.assert_array_equal(ours, theirs)
+    assert int(state.updates) == 2
+    state, info = step(state)
+    assert (info["skipped"], info["skipped_in_row"]) == (0, 0)
+    assert not np.array_equal(state.params["w"]["kernel"], before[0]["w"]["kernel"])
+
+
+def test_so_many_skips_in_a_row_end_the_run():
+    state, step = toy_learner(max_skipped=3)
+    for x in (np.nan, np.nan, 1.0, np.nan, np.nan):
+        state, _ = step(state, x=x)
+    with pytest.raises(NonFiniteError, match="value step 7: critic: 3 updates in a row"):
+        step(state, x=np.nan)
+
+
+def test_the_norm_is_that_before_clipping():
+    state, step = toy_learner(max_skipped=3)
+    # Three tokens of weight 1/3: the gradient is 2 in each of the kernel's six entries.
+    assert step(state)[1]["grad_norm"] == pytest.approx(2 * 6**0.5, rel=1e-6)
+
+
+def test_weight_decay_reaches_matrices_only():
+    state, step = toy_learner(max_skipped=3, weight_decay=0.5, learning_rate=0.1)
+    state, _ = step(state, x=0.0)  # no gradient: what moves is decay
+    np.testing.assert_allclose(state.params["w"]["kernel"], 1 - 0.1 * 0.5, rtol=1e-6)
+    np.testing.assert_array_equal(state.params["w"]["bias"], 1)
+
+
+@pytest.mark.parametrize("case", ["llama_biases", "qwen2", "qwen3"])
+@pytest.mark.parametrize("head", ["lm", "value"])
+def test_decay_mask_names_every_matrix_of_a_model(case, head):
+    def per_layer(spec):
+        return len(spec.shape) - (spec.axes[0] == "layers")
+
+    specs = weight_specs(tiny_config(case), head=head, head_bias=head == "value")
+    leaf = {"is_leaf": lambda x: isinstance(x, WeightSpec)}
+    expected = jax.tree.map(lambda spec: per_layer(spec) == 2, specs, **leaf)
+    shapes = jax.tree.map(lambda spec: np.zeros(spec.shape), specs, **leaf)
+    assert decay_mask(shapes) == expected
+
+
+def rates(schedule, warmup_steps, updates, counts):
+    made = learning_rate_schedule(
+        learning_rate=2.0, warmup_steps=warmup_steps, schedule=schedule, updates=updates
+    )
+    return [float(made(count)) for count in counts]
+
+
+def test_schedules():
+    assert rates("constant", 0, 10, [0, 5, 99]) == pytest.approx([2, 2, 2])
+    assert rates("linear", 0, 10, [0, 5, 9, 10, 20]) == pytest.approx([2, 1, 0.2, 0, 0])
+    assert rates("cosine", 0, 10, [0, 5, 10]) == pytest.approx([2, 1, 0], abs=1e-6)
+    # The first of four warm-up updates already has a quarter of the peak, the fourth all of it.
+    assert rates("constant", 4, 10, range(6)) == pytest.approx([0.5, 1, 1.5, 2, 2, 2])
+    assert rates("linear", 4, 14, [3, 4, 9, 14]) == pytest.approx([2, 2, 1, 0])
+    assert rates("cosine", 4, 14, [3, 4, 9, 14]) == pytest.approx([2, 2, 1, 0], abs=1e-6)
+    assert rates("constant", 1, 10, [0, 1]) == pytest.approx([2, 2])
