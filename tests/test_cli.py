@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-import json
 import subprocess
 import sys
 from pathlib import Path
 
 import pytest
-from tiny_networks import CONFIGS, random_params, tiny_config
+from tiny_model import TINY_DIR
+from tiny_networks import random_params
 
 from vcppo_jax import cli
 from vcppo_jax.config_load import iterate_keys
@@ -149,14 +149,19 @@ def test_a_report_of_nothing(capsys, tmp_path):
 
 @pytest.fixture(scope="module")
 def hf_dir(tmp_path_factory) -> Path:
+    from vcppo_jax.models.config import model_config
     from vcppo_jax.models.hf import export_policy
     from vcppo_jax.models.networks import Policy
 
-    config = tiny_config("llama", num_hidden_layers=1)
+    config = model_config(TINY_DIR, compute_dtype="float32", remat="none")
     out = tmp_path_factory.mktemp("hf") / "model"
-    export_policy(Policy(random_params(config), config), out, source_dir=None)
-    assert json.loads((out / "config.json").read_text())["model_type"] == CONFIGS["llama"]["model_type"]
-    return out
+    return export_policy(Policy(random_params(config), config), out, source_dir=TINY_DIR)
+
+
+def test_export_writes_a_new_directory(capsys, hf_dir, tmp_path):
+    assert cli.main(["export", str(hf_dir), str(tmp_path / "out"), "--dtype", "bfloat16"]) == 0
+    assert capsys.readouterr().out == f"exported: {tmp_path / 'out'}\n"
+    assert (tmp_path / "out" / "config.json").is_file()
 
 
 def test_export_to_a_directory_in_use_is_refused(capsys, hf_dir, tmp_path):

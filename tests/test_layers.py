@@ -110,6 +110,8 @@ def test_library_functions_are_not_decorated_with_jit():
 
 
 def test_the_checks_see_a_forbidden_import():
-    source = "def f():\n    from vcppo_jax.models import heads\n    from vcppo_jax import config\n    import torch.nn"
+    source = (
+        "def f():\n  from vcppo_jax.models import heads\n  from vcppo_jax import config\n  import torch.nn"
+    )
     assert parts(imported(source)) == {"models", "config"}
     assert "torch.nn" in imported(source)

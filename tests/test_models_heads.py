@@ -10,7 +10,8 @@ from tiny_networks import assert_trees_close, random_params, random_tokens, tiny
 
 from vcppo_jax.models.heads import logits, token_logprobs, token_values
 from vcppo_jax.models.networks import ValueModel, values
-from vcppo_jax.models.specs import weight_specs
+from vcppo_jax.models.specs import param_shardings, weight_specs
+from vcppo_jax.sharding import make_mesh
 
 BATCH, LENGTH = 2, 11
 
@@ -90,6 +91,27 @@ def test_the_logits_of_all_positions_never_exist(name):
     all_logits = 2 * 1024 * 4096 * 4
     assert temporary_bytes(64) < all_logits / 4
     assert temporary_bytes(2048) >= all_logits
+
+
+def test_a_tied_head_split_over_the_vocabulary_equals_one_device():
+    config = tiny_config("llama_tied")
+    embed = random_params(config)["embed"]
+    hidden = np.random.default_rng(6).normal(size=(8, 12, config.hidden_size)).astype(np.float32)
+    targets = random_tokens(8, 12)
+
+    def loss(embed, hidden):
+        head = {"embed": embed}
+        logprobs, entropy = token_logprobs(head, config, hidden, targets, temperature=0.7, chunk=32)
+        return jnp.mean(logprobs * hidden[..., 0]) + jnp.mean(entropy)
+
+    gradient = jax.jit(jax.value_and_grad(loss, (0, 1)))
+    expected = jax.device_get(gradient(embed, hidden))
+    mesh = make_mesh({"fsdp": 4, "tensor": 2}, jax.devices()[:8])
+    spread = jax.device_put(embed, param_shardings(weight_specs(config, head="lm"), mesh)["embed"])
+    assert spread.addressable_shards[0].data.shape == (32, 8)  # of [64, 32]
+    with jax.set_mesh(mesh):
+        ours = jax.device_get(gradient(spread, hidden))
+    assert_trees_close(ours, expected, atol=1e-5)
 
 
 def test_bfloat16_states_give_float32_log_probs_of_the_same_distribution():

@@ -5,14 +5,15 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from vcppo_jax.data.packing import PackShape, Packing, pack_shape, place_sequences
+from vcppo_jax.data.packing import Packing, PackShape, pack_shape, place_sequences
 
 PROMPTS = [[11, 12], [21], [31, 32, 33], [41]]
 RESPONSES = np.array([[13, 14, 15], [22, 23, 99], [34, 35, 99], [42, 99, 99]], np.int32)
 LENGTHS = np.array([3, 2, 2, 1], np.int32)
 
 
-def hand_example(shape: PackShape = PackShape(3, 1, 8)) -> Packing:
+def hand_example(micro_batches: int = 3, rows: int = 1) -> Packing:
+    shape = PackShape(micro_batches, rows, 8)
     return Packing(PROMPTS, RESPONSES, LENGTHS, shape)
 
 
@@ -40,7 +41,7 @@ def test_hand_example_is_packed_exactly():
 
 def test_counts_of_micro_batches_and_tokens():
     assert hand_example().micro_batches == 2
-    assert hand_example(PackShape(2, 2, 8)).micro_batches == 1
+    assert hand_example(2, 2).micro_batches == 1
     assert hand_example().tokens == 15
 
 
@@ -86,7 +87,7 @@ def test_a_sequence_longer_than_a_row_is_named():
 
 def test_more_rows_than_the_shape_has_are_refused():
     with pytest.raises(ValueError, match="2 rows do not fit into 1 x 1"):
-        hand_example(PackShape(1, 1, 8))
+        hand_example(1, 1)
 
 
 @pytest.mark.parametrize(

@@ -31,6 +31,9 @@ def run_phases(config: Config, phases: tuple[str, ...], *, again: tuple[str, ...
     with Workspace(config) as workspace:
         for phase in phases:
             workspace.signals.check()
+            if phase == "evaluate" and len(phases) > 1 and not workspace.has_validation:
+                workspace.progress.message("evaluate: left out, since data.validation is not set")
+                continue
             if phase not in again and finished(workspace.run_dir / phase):
                 workspace.begin(phase)
                 workspace.progress.message(f"{phase}: finished already in {workspace.run_dir / phase}")

@@ -193,6 +193,11 @@ class Workspace:
             )
         return load_policy(directory, compute_dtype=model.compute_dtype, remat=model.remat, mesh=self.mesh)
 
+    @property
+    def has_validation(self) -> bool:
+        """Whether there are held-out problems."""
+        return self.config.data.train.startswith(TASK) or self.config.data.validation is not None
+
     def rows(self, split: str) -> list[tuple[str, list[Row]]]:
         """(name, rows) of each source of "train" or "validation"."""
         data = self.config.data

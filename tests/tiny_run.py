@@ -1,0 +1,37 @@
+"""A run of the built-in task that takes seconds: the same phases and code as the quickstart, four digits."""
+
+from pathlib import Path
+
+from vcppo_jax.config import Config
+from vcppo_jax.config_load import load_config
+
+YAML = """
+phases: [sft, value, rl, evaluate]
+model: {path: "builtin:tiny", init: random, compute_dtype: float32, remat: none}
+mesh: {fsdp: 8}
+data:
+  train: task:running_sum
+  max_prompt_tokens: 24
+  task: {digits: 3, train_problems: 64, validation_problems: 16, demonstrations: 64}
+rollout: {max_new_tokens: 12, batch_size: 32, n: 2}
+sft: {batch_size: 16, steps: 2, learning_rate: 1.0e-3}
+value: {steps: 2, prompts_per_step: 8, mini_batch_size: 8, held_out_prompts: 8, checkpoint_steps: [1]}
+rl: {steps: 2, prompts_per_step: 8, mini_batch_size: 8, evaluate_every: 2}
+actor: {learning_rate: 1.0e-3}
+critic: {learning_rate: 1.0e-3}
+evaluate: {samples_per_prompt: 2}
+checkpoint: {every: 1, keep_last: 2}
+logging: {tensorboard: false}
+"""
+
+
+def write_config(directory: Path) -> Path:
+    """The YAML file of the tiny run, in `directory`."""
+    file = directory / "tiny.yaml"
+    file.write_text(f"run_dir: {directory / 'run'}\n{YAML}")
+    return file
+
+
+def tiny_config(directory: Path, *overrides: str) -> Config:
+    """The tiny run's configuration; it writes to `directory`/run."""
+    return load_config(write_config(directory), overrides)
