@@ -177,7 +177,9 @@ class OptimizerSection(Section):
     """AdamW with clipping by global norm and a skip of non-finite updates."""
 
     learning_rate: float = Field(gt=0, description="Peak learning rate.")
-    warmup_steps: NonNegative = Field(0, description="Updates of linear warm-up from 0.")
+    warmup_steps: NonNegative = Field(
+        0, description="Updates of linear warm-up; the first one has peak / warmup_steps."
+    )
     schedule: Literal["constant", "cosine", "linear"] = Field(
         "constant", description="After the warm-up: constant, or down to 0 at the last update."
     )
