@@ -32,11 +32,11 @@ def finish(process: subprocess.Popen) -> str:
     return output
 
 
-def wait_for_step(directory: Path, step: int, process: subprocess.Popen) -> None:
-    """Return once the metrics hold `step`."""
-    file = directory / "run" / "rl" / "metrics.jsonl"
+def wait_for_checkpoint(directory: Path, step: int, process: subprocess.Popen) -> None:
+    """Return once a checkpoint of `step` or later is there: it is written behind the steps."""
+    saved = directory / "run" / "rl" / "checkpoints"
     deadline = time.monotonic() + 240
-    while not (file.is_file() and f'"step": {step}' in file.read_text()):
+    while not any(p.name.isdigit() and int(p.name) >= step for p in saved.glob("*")):
         assert process.poll() is None, process.stdout.read()
         assert time.monotonic() < deadline
         time.sleep(0.01)
@@ -78,7 +78,7 @@ def reference(tmp_path_factory, cache):
 @pytest.mark.parametrize("sent", [signal.SIGKILL, signal.SIGTERM], ids=lambda s: s.name)
 def test_a_stopped_run_goes_on_as_if_it_had_not_been(tmp_path, cache, reference, sent):
     process = start(tmp_path, cache)
-    wait_for_step(tmp_path, 2, process)
+    wait_for_checkpoint(tmp_path, 2, process)
     process.send_signal(sent)
     output = finish(process)
     assert process.returncode == (-sent if sent == signal.SIGKILL else 128 + sent), output
