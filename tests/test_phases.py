@@ -4,13 +4,15 @@ import json
 
 import numpy as np
 import pytest
-from tiny_run import tiny_config
+from tiny_run import compiled_programs_kept, tiny_config, whole_run
 
 import vcppo_jax as vc
 from vcppo_jax.config_load import ConfigError
 from vcppo_jax.phases.artifacts import export
+from vcppo_jax.phases.loop import write_whole
 from vcppo_jax.phases.pipeline import run_phases
 from vcppo_jax.phases.value import settled
+from vcppo_jax.rewards.score import Verdict
 from vcppo_jax.run.metrics import read_metrics
 
 RL_NAMES = {
@@ -22,82 +24,119 @@ RL_NAMES = {
 }  # fmt: skip
 
 
+@pytest.fixture(scope="module", autouse=True)
+def programs(tmp_path_factory):
+    with compiled_programs_kept(tmp_path_factory.getbasetemp() / "programs") as directory:
+        yield directory
+
+
 @pytest.fixture(scope="module")
 def run(tmp_path_factory):
-    directory = tmp_path_factory.mktemp("phases")
-    config = tiny_config(directory)
-    report = run_phases(config, config.phases)
-    return directory, report
+    return whole_run(tmp_path_factory.getbasetemp())
 
 
 def test_the_pipeline_runs_all_phases_and_names_its_metrics_as_the_design_does(run):
-    directory, report = run
-    assert "Reinforcement learning" in report.read_text()
+    assert "Reinforcement learning" in (run / "run" / "report.html").read_text()
     for phase in ("sft", "value", "rl", "evaluate"):
-        assert json.loads((directory / "run" / phase / "summary.json").read_text())["finished"]
-    rl = read_metrics(directory / "run" / "rl")
-    assert [row["step"] for row in rl] == [0, 1, 2]
+        assert json.loads((run / "run" / phase / "summary.json").read_text())["finished"]
+    for phase in ("sft", "value", "rl"):
+        steps = {p.name for p in (run / "run" / phase / "checkpoints").iterdir()}
+        assert {"3", "4"} <= steps
+    sft = read_metrics(run / "run" / "sft")
+    assert [row["step"] for row in sft] == [1, 2, 3, 4]
+    assert {"sft/loss", "sft/grad_norm", "timing_s/step"} <= set(sft[-1])
+    rl = read_metrics(run / "run" / "rl")
+    assert [row["step"] for row in rl] == [0, 1, 2, 3, 4]
     assert set(rl[-1]) >= RL_NAMES | {"val-core/running_sum/acc/mean@2", "val-aux/running_sum/acc/best@2"}
     assert rl[1]["actor/ratio_first_update"] == pytest.approx(1.0, abs=1e-5)
-    value = read_metrics(directory / "run" / "value")
-    assert [row["step"] for row in value] == [0, 1, 2]
+    value = read_metrics(run / "run" / "value")
+    assert [row["step"] for row in value] == [0, 1, 2, 3, 4]
     assert {"held_out/vf_loss", "held_out/vf_explained_var", "critic/vf_loss"} <= set(value[-1])
 
 
 def test_value_pretraining_leaves_the_policy_alone_and_moves_the_value_model(run):
-    directory, _ = run
-    steps = [vc.load_value_model(directory / "run" / "value" / "checkpoints" / s) for s in ("1", "2")]
+    steps = [vc.load_value_model(run / "run" / "value" / "checkpoints" / s) for s in ("3", "4")]
     assert not np.array_equal(*(np.asarray(model.params["score"]["kernel"]) for model in steps))
-    policy = vc.load_policy(directory / "run" / "sft")
-    first = vc.load_policy(directory / "run" / "rl" / "checkpoints" / "1")
-    assert not np.array_equal(np.asarray(policy.params["embed"]), np.asarray(first.params["embed"]))
+    assert not (run / "run" / "value" / "model").exists()
+
+
+@pytest.mark.parametrize(
+    ("load", "phase"),
+    [(vc.load_policy, "sft"), (vc.load_value_model, "value")],
+    ids=["policy", "value_model"],
+)
+def test_a_run_is_its_last_phase_and_a_phase_its_last_step(run, load, phase):
+    base = run / "run"
+    checkpoints = base / "rl" / "checkpoints"
+    paths = [base, base / "rl", checkpoints / "4", checkpoints / "3", base / phase]
+    whole, rl, last, third, before = (np.asarray(load(path).params["embed"]) for path in paths)
+    np.testing.assert_array_equal(whole, last)
+    np.testing.assert_array_equal(rl, last)
+    assert not np.array_equal(third, last)
+    assert not np.array_equal(before, third)
+    with pytest.raises(ValueError, match=r"no such checkpoint; there are .*3, 4"):
+        load(checkpoints / "7")
 
 
 def test_finished_phases_are_left_alone_and_other_settings_are_refused(run, capsys):
-    directory, _ = run
-    before = (directory / "run" / "rl" / "metrics.jsonl").read_text()
-    config = tiny_config(directory)
+    before = (run / "run" / "rl" / "metrics.jsonl").read_text()
+    config = tiny_config(run)
     run_phases(config, ("sft", "value", "rl"))
     assert "rl: finished already" in capsys.readouterr().out
-    assert (directory / "run" / "rl" / "metrics.jsonl").read_text() == before
-    changed = tiny_config(directory, "actor.learning_rate=0.5")
+    assert (run / "run" / "rl" / "metrics.jsonl").read_text() == before
+    changed = tiny_config(run, "actor.learning_rate=0.5")
     with pytest.raises(ConfigError, match=r"actor\.learning_rate"):
         run_phases(changed, ("rl",))
 
 
-@pytest.mark.parametrize(
-    "overrides",
-    [
-        ("algorithm.advantage=grpo", "algorithm.kl_coef=0.1"),
-        ("algorithm.lambda_critic=0.95", "algorithm.kl_coef=0.1", "algorithm.kl_in=reward"),
-    ],
-    ids=["grpo-kl-loss", "ppo-kl-reward"],
-)
-def test_the_baselines_run_on_the_same_code(run, tmp_path, overrides):
-    base, _ = run
+BASELINES = {
+    "grpo-kl-loss": ("algorithm.advantage=grpo", "algorithm.kl_coef=0.1"),
+    "grpo": ("algorithm.advantage=grpo",),
+    "ppo-kl-reward": ("algorithm.lambda_critic=0.95", "algorithm.kl_coef=0.1", "algorithm.kl_in=reward"),
+}
+
+
+def every_second_one_is_right(responses, golds, **_):
+    """Verdicts that differ between the two samples of a prompt, which an untrained model's never do."""
+    return [Verdict(-1.0, "wrong") if row % 2 else Verdict(1.0, "correct") for row in range(len(responses))]
+
+
+@pytest.mark.parametrize("name", BASELINES)
+def test_the_baselines_run_on_the_same_code(run, tmp_path, capsys, monkeypatch, name):
+    monkeypatch.setattr("vcppo_jax.phases.collect.verify", every_second_one_is_right)
     config = tiny_config(
         tmp_path,
         "phases=[rl]",
-        f"model.path={base / 'run' / 'sft'}",
+        f"model.path={run / 'run' / 'sft'}",
         "model.init=pretrained",
-        "rl.steps=1",
+        "rl.steps=2",
         "rl.evaluate_every=0",
-        *overrides,
+        *BASELINES[name],
     )
     run_phases(config, ("rl",))
-    row = read_metrics(tmp_path / "run" / "rl")[-1]
-    assert row["step"] == 1
-    assert ("critic/vf_loss" in row) == ("algorithm.advantage=grpo" not in overrides)
-    assert ("actor/kl_loss" in row) == ("algorithm.advantage=grpo" in overrides)
+    rows = read_metrics(tmp_path / "run" / "rl")
+    assert [row["step"] for row in rows] == [1, 2]
+    assert all(row["actor/grad_norm"] > 0.1 and row["critic/advantages/max"] > 0.5 for row in rows)
+    # The scores 1 and -1 of a pair, over their unbiased standard deviation.
+    group_relative = [row["critic/advantages/max"] == pytest.approx(0.5**0.5, abs=1e-4) for row in rows]
+    assert group_relative == [name.startswith("grpo")] * 2
+    has_critic = not name.startswith("grpo")
+    assert ("value model from the policy's weights; head new" in capsys.readouterr().out) == has_critic
+    assert ("critic/vf_loss" in rows[1]) == has_critic
+    assert (tmp_path / "run" / "rl" / "value_model").exists() == has_critic
+    assert [row.get("actor/kl_loss", 0.0) > 0 for row in rows] == [name == "grpo-kl-loss"] * 2
+    # At the first rollout the policy is the reference; later a penalty is taken off the score.
+    penalty = [row["critic/score/mean"] - row["critic/rewards/mean"] for row in rows]
+    assert penalty[0] == pytest.approx(0, abs=1e-6)
+    assert (penalty[1] > 1e-5) == (name == "ppo-kl-reward")
 
 
 def test_any_checkpoint_of_value_pretraining_starts_rl(run, tmp_path, capsys):
-    base, _ = run
-    checkpoint = base / "run" / "value" / "checkpoints" / "1"
+    checkpoint = run / "run" / "value" / "checkpoints" / "1"
     config = tiny_config(
         tmp_path,
         "phases=[rl]",
-        f"model.path={base / 'run' / 'sft'}",
+        f"model.path={run / 'run' / 'sft'}",
         "model.init=pretrained",
         "rl.steps=1",
         "rl.evaluate_every=0",
@@ -112,9 +151,8 @@ def test_the_export_generates_in_transformers_what_this_project_generates(run, t
     torch = pytest.importorskip("torch")
     from transformers import AutoModelForCausalLM
 
-    directory, _ = run
-    out = export(directory / "run", tmp_path / "hf")
-    policy = vc.load_policy(directory / "run")
+    out = export(run / "run", tmp_path / "hf")
+    policy = vc.load_policy(run / "run")
     prompts = [[3, 1, 4, 1, 5], [9, 2, 6, 5, 3]]
     ours = vc.generate(policy, prompts, sampling=vc.Sampling(max_new_tokens=12, temperature=0), key=_key())
     model = AutoModelForCausalLM.from_pretrained(out)
@@ -122,13 +160,27 @@ def test_the_export_generates_in_transformers_what_this_project_generates(run, t
         torch.tensor(prompts), attention_mask=torch.ones(2, 5), max_new_tokens=12, do_sample=False
     )[:, 5:]
     for row, length, other in zip(ours.tokens, ours.lengths, theirs.numpy()):
-        np.testing.assert_array_equal(row[:length], other[:length])
+        ends = np.flatnonzero(np.isin(other, policy.config.eos_token_ids))
+        np.testing.assert_array_equal(row[:length], other[: ends[0] + 1] if len(ends) else other)
 
 
 def _key():
     import jax
 
     return jax.random.key(0)
+
+
+def test_a_file_is_the_old_one_until_the_new_one_is_whole(tmp_path, monkeypatch):
+    file = tmp_path / "config.yaml"
+    write_whole(file, "old")
+
+    def killed(*_):
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr("vcppo_jax.phases.loop.os.replace", killed)
+    with pytest.raises(KeyboardInterrupt):
+        write_whole(file, "new")
+    assert file.read_text() == "old"
 
 
 def test_settled_needs_both_loss_and_explained_variance_to_stand_still():

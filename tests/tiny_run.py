@@ -1,9 +1,16 @@
-"""A run of the built-in task that takes seconds: the same phases and code as the quickstart, four digits."""
+"""A run of the built-in task that takes seconds: the same phases and code as the quickstart, three digits."""
 
+import functools
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
+
+import jax
+from jax.experimental.compilation_cache import compilation_cache
 
 from vcppo_jax.config import Config
 from vcppo_jax.config_load import load_config
+from vcppo_jax.phases.pipeline import run_phases
 
 YAML = """
 phases: [sft, value, rl, evaluate]
@@ -12,13 +19,13 @@ mesh: {fsdp: 8}
 data:
   train: task:running_sum
   max_prompt_tokens: 24
-  task: {digits: 3, train_problems: 64, validation_problems: 16, demonstrations: 64}
+  task: {digits: 3, train_problems: 64, validation_problems: 8, demonstrations: 64}
 rollout: {max_new_tokens: 12, batch_size: 32, n: 2}
-sft: {batch_size: 16, steps: 2, learning_rate: 1.0e-3}
-value: {steps: 2, prompts_per_step: 8, mini_batch_size: 8, held_out_prompts: 8, checkpoint_steps: [1]}
-rl: {steps: 2, prompts_per_step: 8, mini_batch_size: 8, evaluate_every: 2}
-actor: {learning_rate: 1.0e-3}
-critic: {learning_rate: 1.0e-3}
+sft: {batch_size: 16, steps: 4, learning_rate: 1.0e-3}
+value: {steps: 4, prompts_per_step: 8, mini_batch_size: 8, held_out_prompts: 8, checkpoint_steps: [1]}
+rl: {steps: 4, prompts_per_step: 8, mini_batch_size: 8, evaluate_every: 2}
+actor: {learning_rate: 1.0e-3, warmup_steps: 8}
+critic: {learning_rate: 1.0e-3, warmup_steps: 8}
 evaluate: {samples_per_prompt: 2}
 checkpoint: {every: 1, keep_last: 2}
 logging: {tensorboard: false}
@@ -35,3 +42,35 @@ def write_config(directory: Path) -> Path:
 def tiny_config(directory: Path, *overrides: str) -> Config:
     """The tiny run's configuration; it writes to `directory`/run."""
     return load_config(write_config(directory), overrides)
+
+
+@functools.cache
+def whole_run(base: Path) -> Path:
+    """`base`/whole, in whose `run` all phases of the tiny run have been run; once for all who ask."""
+    directory = base / "whole"
+    directory.mkdir()
+    config = tiny_config(directory)
+    assert run_phases(config, config.phases) == directory / "run" / "report.html"
+    return directory
+
+
+@contextmanager
+def compiled_programs_kept(directory: Path) -> Iterator[Path]:
+    """In the block, JAX keeps compiled programs in `directory`: most of a tiny run's time is compiling."""
+    settings = {
+        "jax_compilation_cache_dir": str(directory),
+        "jax_persistent_cache_min_compile_time_secs": 0.0,
+        "jax_persistent_cache_min_entry_size_bytes": -1,
+    }
+    before = {name: jax.config.values[name] for name in settings}
+    _configure(settings)
+    try:
+        yield directory
+    finally:
+        _configure(before)
+
+
+def _configure(settings: dict[str, object]) -> None:
+    for name, value in settings.items():
+        jax.config.update(name, value)
+    compilation_cache.reset_cache()  # JAX looks at the directory once

@@ -210,11 +210,16 @@ class PhaseLoop:
         checkpoints.save(step, state, meta, None if best is None else {"best": best})
 
 
-def write_json(file: Path, value: Any) -> None:
-    """Write JSON so that a reader sees the old file or the whole new one."""
+def write_whole(file: Path, text: str) -> None:
+    """Write a file so that a reader, and a run after a kill, sees the old one or the whole new one."""
     temporary = file.with_suffix(".tmp")
-    temporary.write_text(json.dumps(value, indent=1) + "\n", encoding="utf-8")
+    temporary.write_text(text, encoding="utf-8")
     os.replace(temporary, file)
+
+
+def write_json(file: Path, value: Any) -> None:
+    """Write JSON as `write_whole` does."""
+    write_whole(file, json.dumps(value, indent=1) + "\n")
 
 
 def mean_infos(infos: list[dict[str, float]], prefix: str) -> Metrics:

@@ -32,7 +32,7 @@ from vcppo_jax.models.config import model_config
 from vcppo_jax.models.networks import Policy
 from vcppo_jax.models.specs import init_params, weight_specs
 from vcppo_jax.phases.artifacts import find_model, load_policy, with_all_eos
-from vcppo_jax.phases.loop import PhaseLoop, Signals, write_json
+from vcppo_jax.phases.loop import PhaseLoop, Signals, write_json, write_whole
 from vcppo_jax.rewards.pool import VerifierPool
 from vcppo_jax.run.progress import Progress
 from vcppo_jax.sharding import batch_shards, make_mesh
@@ -127,7 +127,7 @@ class Workspace:
                     "to go on, or choose another run_dir"
                 )
         for target in (file, self.run_dir / "config.yaml"):
-            target.write_text(dump_config(self.config), encoding="utf-8")
+            write_whole(target, dump_config(self.config))
         return directory
 
     def loop(self, phase: str, total_steps: int, **options: Any) -> PhaseLoop:
