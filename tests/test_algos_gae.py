@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 
 from vcppo_jax.algos import gae as module
-from vcppo_jax.algos.gae import gae, gae_blocked
+from vcppo_jax.algos.gae import gae, gae_blocked, length_adaptive_lambda
 from vcppo_jax.algos.masked import whiten
 
 RAW = {"gae": gae, "gae_blocked": partial(gae_blocked, block_size=3)}
@@ -73,12 +73,28 @@ def test_golden(form, rewards, values, mask, lam, expected):
 @pytest.mark.parametrize("form", FORMS)
 def test_length_adaptive_lambda_golden(form, alpha, expected):
     mask = np.array([[1, 1, 1, 1, 0], [1, 1, 0, 0, 0]])
-    lam = np.maximum(0, 1 - 1 / (alpha * mask.sum(-1)))
+    lam = length_adaptive_lambda(mask.sum(-1), alpha=alpha)
     rewards = np.array([[0, 0, 0, 1, 0], [0, 1, 0, 0, 0]])
     values = np.array([[0.1, 0.2, 0.3, 0.4, 7], [0.1, 0.2, 7, 7, 7]])
     advantages = FORMS[form](rewards, values, mask, gamma=1.0, lam=lam)
     np.testing.assert_allclose(advantages[0], [*expected, 0], atol=1e-5)
     np.testing.assert_allclose(advantages, loop_gae(rewards, values, mask, 1.0, lam), atol=1e-5)
+
+
+def test_length_adaptive_lambda_equals_the_loop():
+    lengths = [0, 1, 4, 19, 20, 21, 1000]
+    expected = [0.0 if n == 0 else min(max(1 - 1 / (0.05 * n), 0.0), 1.0) for n in lengths]
+    lam = jax.jit(partial(length_adaptive_lambda, alpha=0.05))(np.array(lengths))
+    assert lam.dtype == jnp.float32
+    np.testing.assert_allclose(lam, expected, atol=1e-6)
+    np.testing.assert_allclose(length_adaptive_lambda(4, alpha=1.0), 0.75)
+    assert lam[0] == lam[1] == lam[3] == 0 < lam[5]
+
+
+@pytest.mark.parametrize("alpha", [0, -1.0])
+def test_alpha_is_positive(alpha):
+    with pytest.raises(ValueError, match=f"length_adaptive_lambda: expected a positive alpha, got {alpha}"):
+        length_adaptive_lambda(np.ones(2), alpha=alpha)
 
 
 @pytest.mark.parametrize("form", FORMS)

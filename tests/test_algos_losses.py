@@ -8,53 +8,16 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from loss_oracles import GOLDEN, LOSS_MASK, TOKEN_LOSS, loop_aggregate, sample
 
 from vcppo_jax.algos import losses
 from vcppo_jax.algos.losses import AGGREGATIONS
 
 # Jitted once, so that tests on one shape share a compilation.
-policy_loss = jax.jit(
-    losses.policy_loss, static_argnames=("clip_low", "clip_high", "dual_clip", "aggregation")
-)
 value_loss = jax.jit(losses.value_loss, static_argnames=("clip", "aggregation"))
 token_weights = jax.jit(losses.token_weights, static_argnames=("aggregation", "norm_length"))
 kl_penalty = jax.jit(losses.kl_penalty, static_argnames="kind")
 weighted_sum = jax.jit(losses.weighted_sum)
-
-TOKEN_LOSS, LOSS_MASK = np.array([[1, 2, 3], [4, 0, 0]]), np.array([[1, 1, 1], [1, 0, 0]])
-GOLDEN = {
-    "token-mean": 2.5,
-    "token-sum": 10,
-    "seq-mean-token-sum": 5,
-    "seq-mean-token-mean": 3,
-    "seq-mean-token-sum-norm": 1.666667,
-}
-CLIP = {"clip_low": 0.2, "clip_high": 0.28}
-
-
-def loop_aggregate(loss, mask, aggregation, norm_length):
-    rows = [[x for x, m in zip(*row) if m] for row in zip(loss, mask)]
-    rows = [row for row in rows if row]
-    total = sum(sum(row) for row in rows)
-    return {
-        "token-mean": total / sum(map(len, rows)),
-        "token-sum": total,
-        "seq-mean-token-sum": total / len(rows),
-        "seq-mean-token-mean": sum(sum(row) / len(row) for row in rows) / len(rows),
-        "seq-mean-token-sum-norm": total / norm_length / len(rows),
-    }[aggregation]
-
-
-def loop_policy(logprobs, old_logprobs, advantages, clip_low, clip_high, dual_clip):
-    """Per token: (loss, taken by the clip, taken by the dual clip, ratio)."""
-    loss, upper, lower, ratios = (np.zeros(logprobs.shape) for _ in range(4))
-    for i in np.ndindex(logprobs.shape):
-        a, ratio = advantages[i], np.exp(logprobs[i] - old_logprobs[i])
-        plain, clipped = -a * ratio, -a * min(max(ratio, 1 - clip_low), 1 + clip_high)
-        loss[i], upper[i], ratios[i] = max(plain, clipped), clipped > plain, ratio
-        if dual_clip is not None and a < 0 and loss[i] > -a * dual_clip:
-            loss[i], lower[i] = -a * dual_clip, 1
-    return loss, upper, lower, ratios
 
 
 def loop_value(values, old_values, returns, clip):
@@ -65,14 +28,6 @@ def loop_value(values, old_values, returns, clip):
             near = min(max(values[i], old_values[i] - clip), old_values[i] + clip)
             loss[i] = max(loss[i], 0.5 * (near - returns[i]) ** 2)
     return loss
-
-
-def sample(seed=0, shape=(8, 6)):
-    rng = np.random.default_rng(seed)
-    logprobs, old, advantages = rng.normal(size=(3, *shape)).astype(np.float32)
-    mask = rng.random(shape) < 0.6
-    mask[0], mask[1], mask[2] = True, False, np.arange(shape[1]) < 1
-    return logprobs, old, advantages, mask
 
 
 # --- weights -----------------------------------------------------------------------------------------
@@ -120,139 +75,6 @@ def test_weighted_sum_does_not_read_where_the_weight_is_zero():
     value, grad = jax.value_and_grad(weighted_sum)(jnp.array([4.0, jnp.nan]), weights)
     assert value == 2
     np.testing.assert_array_equal(grad, [0.5, 0])
-
-
-# --- policy loss -------------------------------------------------------------------------------------
-
-
-def one_token_policy(ratio, advantage, dual_clip):
-    loss, info = policy_loss(
-        np.log([[ratio]]),
-        np.zeros((1, 1)),
-        np.array([[advantage]]),
-        np.ones((1, 1)),
-        **CLIP,
-        dual_clip=dual_clip,
-        aggregation="token-mean",
-    )
-    return float(loss), {name: float(x) for name, x in info.items()}
-
-
-@pytest.mark.parametrize(
-    ("ratio", "advantage", "dual_clip", "expected", "clipped", "dual_clipped"),
-    [
-        (1.5, 1, 3, -1.28, 1, 0),
-        (0.5, 1, 3, -0.5, 0, 0),
-        (1.5, -1, 3, 1.5, 0, 0),
-        (0.5, -1, 3, 0.8, 1, 0),
-        (4, -1, 3, 3, 0, 1),
-        (30, -1, 3, 3, 0, 1),
-        (4, -1, None, 4, 0, 0),
-        (30, -1, None, 30, 0, 0),
-    ],
-)
-def test_policy_loss_golden(ratio, advantage, dual_clip, expected, clipped, dual_clipped):
-    loss, info = one_token_policy(ratio, advantage, dual_clip)
-    assert loss == pytest.approx(expected, rel=1e-5)
-    assert info["pg_clipfrac"] == clipped
-    assert info["pg_clipfrac_lower"] == dual_clipped
-    assert info["ppo_kl"] == pytest.approx(-np.log(ratio), rel=1e-5)
-    assert info["ratio_mean"] == pytest.approx(ratio, rel=1e-5)
-
-
-@pytest.mark.parametrize(
-    ("aggregation", "dual_clip"), [("token-mean", None), *((name, 1.5) for name in GOLDEN)]
-)
-def test_policy_loss_equals_the_loop(aggregation, dual_clip):
-    logprobs, old, advantages, mask = sample(2)
-    loss, info = policy_loss(
-        logprobs, old, advantages, mask, **CLIP, dual_clip=dual_clip, aggregation=aggregation
-    )
-    token_loss, upper, lower, ratio = loop_policy(logprobs, old, advantages, 0.2, 0.28, dual_clip)
-    np.testing.assert_allclose(loss, loop_aggregate(token_loss, mask, aggregation, 6), rtol=1e-5, atol=1e-6)
-    assert loss.dtype == jnp.float32
-    np.testing.assert_allclose(info["pg_clipfrac"], upper[mask].mean(), rtol=1e-5)
-    np.testing.assert_allclose(info["pg_clipfrac_lower"], lower[mask].mean(), rtol=1e-5)
-    np.testing.assert_allclose(info["ppo_kl"], (old - logprobs)[mask].mean(), rtol=1e-4, atol=1e-6)
-    np.testing.assert_allclose(info["ratio_mean"], ratio[mask].mean(), rtol=1e-5)
-
-
-def test_gradient_at_the_first_update_is_that_of_the_policy_gradient():
-    logprobs, _, advantages, mask = sample(3)
-
-    def loss(x):
-        return policy_loss(x, logprobs, advantages, mask, **CLIP, dual_clip=3.0, aggregation="token-mean")[0]
-
-    expected = np.where(mask, -advantages / mask.sum(), 0)
-    np.testing.assert_allclose(jax.jit(jax.grad(loss))(logprobs), expected, atol=1e-6)
-
-
-@pytest.mark.parametrize("advantage", [1.0, -1.0])
-@pytest.mark.parametrize("log_ratio", [30.0, -30.0, 1000.0])
-@pytest.mark.parametrize("dual_clip", [None, 3.0])
-def test_a_ratio_of_e30_stays_finite(advantage, log_ratio, dual_clip):
-    def loss(x):
-        return policy_loss(
-            x,
-            jnp.zeros((1, 2)),
-            jnp.full((1, 2), advantage),
-            jnp.ones((1, 2)),
-            **CLIP,
-            dual_clip=dual_clip,
-            aggregation="token-sum",
-        )
-
-    (value, info), grad = jax.value_and_grad(loss, has_aux=True)(jnp.array([[log_ratio, 0.0]]))
-    assert np.all(np.isfinite([value, *info.values()]))
-    assert np.all(np.isfinite(grad))
-    assert grad[0, 1] == -advantage
-
-
-@jax.jit
-def part_of_policy_loss(shift, logprobs, old, advantages, mask, weights, info_weights):
-    """`shift` is one parameter that every token depends on, so that the parts' gradients add up."""
-
-    def loss(shift):
-        return policy_loss(
-            logprobs + shift,
-            old,
-            advantages,
-            mask,
-            **CLIP,
-            dual_clip=1.5,
-            weights=weights,
-            info_weights=info_weights,
-        )
-
-    return jax.value_and_grad(loss, has_aux=True)(shift)
-
-
-@pytest.mark.parametrize("aggregation", GOLDEN)
-def test_micro_batches_of_unequal_token_counts_change_nothing(aggregation):
-    batch = sample(4)
-    mask = batch[-1]
-    weights = token_weights(mask, aggregation=aggregation)
-    info_weights = token_weights(mask, aggregation="token-mean")
-    batch = [*batch, np.asarray(weights), np.asarray(info_weights)]
-    whole = part_of_policy_loss(0.0, *batch)
-    expected, _ = policy_loss(*batch[:4], **CLIP, dual_clip=1.5, aggregation=aggregation)
-    np.testing.assert_allclose(whole[0][0], expected, atol=1e-5)
-    assert abs(whole[1]) > 1e-3
-    for parts in (2, 4, 8):
-        micro_batches = zip(*(np.split(x, parts) for x in batch))
-        results = [part_of_policy_loss(0.0, *micro_batch) for micro_batch in micro_batches]
-        summed = jax.tree.map(lambda *leaves: sum(leaves), *results)
-        jax.tree.map(partial(np.testing.assert_allclose, atol=1e-5), summed, whole)
-
-
-def test_only_the_new_logprobs_get_a_gradient():
-    logprobs, old, advantages, mask = sample(5)
-
-    def loss(x, old, advantages, weights):
-        return policy_loss(x, old, advantages, mask, **CLIP, dual_clip=None, weights=weights)[0]
-
-    grads = jax.grad(loss, (0, 1, 2, 3))(logprobs, old, advantages, jnp.ones(mask.shape))
-    assert [bool(np.any(np.asarray(g) != 0)) for g in grads] == [True, False, False, False]
 
 
 # --- value loss --------------------------------------------------------------------------------------
@@ -318,22 +140,11 @@ def test_value_micro_batches_add_up():
         np.testing.assert_allclose(sum(i[name] for _, i in parts), x, atol=1e-5)
 
 
-# --- both losses -------------------------------------------------------------------------------------
-
-
-def run_policy(x, y, z, mask, aggregation, **weights):
-    return policy_loss(x, y, z, mask, **CLIP, dual_clip=3.0, aggregation=aggregation, **weights)
-
-
 def run_value(x, y, z, mask, aggregation, **weights):
     return value_loss(x, y, z, mask, clip=0.5, aggregation=aggregation, **weights)
 
 
-LOSSES = {"policy_loss": run_policy, "value_loss": run_value}
-
-
-@pytest.mark.parametrize("loss", LOSSES)
-def test_masked_slots_harm_neither_value_nor_gradient(loss):
+def test_masked_slots_harm_neither_value_nor_gradient():
     *arrays, mask = sample(10)
     weights = np.asarray(token_weights(mask, aggregation="seq-mean-token-mean"))
     dirty, dirty_weights = [x.copy() for x in arrays], weights.copy()
@@ -341,7 +152,7 @@ def test_masked_slots_harm_neither_value_nor_gradient(loss):
         x[~mask] = bad
 
     def run(x, rest, weights):
-        return LOSSES[loss](x, *rest, mask, None, weights=weights, info_weights=weights)
+        return run_value(x, *rest, mask, None, weights=weights, info_weights=weights)
 
     run = jax.jit(jax.value_and_grad(run, has_aux=True))
     expected, actual = run(arrays[0], arrays[1:], weights), run(dirty[0], dirty[1:], dirty_weights)
@@ -349,43 +160,36 @@ def test_masked_slots_harm_neither_value_nor_gradient(loss):
     assert np.all(np.asarray(actual[1])[~mask] == 0)
 
 
-@pytest.mark.parametrize("loss", LOSSES)
-def test_an_all_masked_batch_is_zero_in_loss_gradient_and_info(loss):
+def test_an_all_masked_batch_is_zero_in_loss_gradient_and_info():
     bad, mask = np.full((2, 3), np.nan, np.float32), np.zeros((2, 3))
-    run = jax.jit(jax.value_and_grad(partial(LOSSES[loss], aggregation="token-mean"), has_aux=True))
+    run = jax.jit(jax.value_and_grad(partial(run_value, aggregation="token-mean"), has_aux=True))
     for leaf in jax.tree.leaves(run(bad, bad, bad, mask)):
         assert np.all(leaf == 0)
 
 
-@pytest.mark.parametrize("loss", LOSSES)
-def test_losses_vmap(loss):
+def test_value_loss_vmaps():
     *arrays, mask = sample(11)
-    run = partial(LOSSES[loss], aggregation="token-mean")
+    run = partial(run_value, aggregation="token-mean")
     mapped, _ = jax.vmap(run)(*arrays, mask)
     rows = [run(*(x[i] for x in arrays), mask[i])[0] for i in range(len(mask))]
     np.testing.assert_allclose(mapped, rows, atol=1e-5)
 
 
-@pytest.mark.parametrize("loss", LOSSES)
-def test_bad_input_is_named(loss):
+def test_bad_input_is_named():
     x, mask = np.zeros((2, 3)), np.ones((2, 3))
     with pytest.raises(ValueError, match=r"aggregation: .*'token-mean'.*got 'tokenmean'"):
-        LOSSES[loss](x, x, x, mask, "tokenmean")
-    with pytest.raises(ValueError, match=rf"{loss}: expected aggregation, one of .*, or weights"):
-        LOSSES[loss](x, x, x, mask, None)
-    with pytest.raises(ValueError, match=rf"{loss}: expected weights .*\[2, 3\], got \[2, 4\]"):
-        LOSSES[loss](x, x, x, mask, None, weights=np.zeros((2, 4)))
-    with pytest.raises(ValueError, match=rf"{loss}: expected (advantages|returns) .*\[2, 3\], got \[3\]"):
-        LOSSES[loss](x, x, np.zeros(3), mask, "token-mean")
+        run_value(x, x, x, mask, "tokenmean")
+    with pytest.raises(ValueError, match=r"value_loss: expected aggregation, one of .*, or weights"):
+        run_value(x, x, x, mask, None)
+    with pytest.raises(ValueError, match=r"value_loss: expected weights .*\[2, 3\], got \[2, 4\]"):
+        run_value(x, x, x, mask, None, weights=np.zeros((2, 4)))
+    with pytest.raises(ValueError, match=r"value_loss: expected returns .*\[2, 3\], got \[3\]"):
+        run_value(x, x, np.zeros(3), mask, "token-mean")
 
 
 def test_bounds_out_of_range_are_named():
     x = np.zeros((1, 1))
     mode = {"aggregation": "token-mean"}
-    with pytest.raises(ValueError, match=r"dual_clip above 1 or None, got 1"):
-        policy_loss(x, x, x, x, **CLIP, dual_clip=1.0, **mode)
-    with pytest.raises(ValueError, match=r"clip bounds of at least 0, got -0.2 and 0.2"):
-        policy_loss(x, x, x, x, clip_low=-0.2, clip_high=0.2, dual_clip=None, **mode)
     with pytest.raises(ValueError, match=r"clip as a positive number .* got 0 with old_values"):
         value_loss(x, x, x, x, clip=0, **mode)
     with pytest.raises(ValueError, match=r"clip as a positive number .* got 0.5 without old_values"):
@@ -395,11 +199,6 @@ def test_bounds_out_of_range_are_named():
 
 
 def test_numpy_arrays_and_lists_outside_jit():
-    loss, info = losses.policy_loss(
-        np.log([[1.5]]), [[0]], [[1]], [[1]], **CLIP, dual_clip=3.0, aggregation="token-mean"
-    )
-    assert float(loss) == pytest.approx(-1.28)
-    assert info["pg_clipfrac"] == 1
     loss, _ = losses.value_loss([[0.3]], [[0]], [[1]], [[1]], clip=0.5, aggregation="token-mean")
     assert float(loss) == pytest.approx(0.245)
     np.testing.assert_allclose(losses.kl_penalty([-1.0], [-2.0], kind="k3"), [0.367879], atol=1e-5)

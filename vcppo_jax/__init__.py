@@ -13,8 +13,9 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from vcppo_jax.algos.gae import decoupled_gae, gae, gae_blocked, reward_to_go
-    from vcppo_jax.algos.losses import kl_penalty, policy_loss, token_weights, value_loss
+    from vcppo_jax.algos.losses import kl_penalty, token_weights, value_loss
     from vcppo_jax.algos.masked import explained_variance, whiten
+    from vcppo_jax.algos.policy import policy_loss
     from vcppo_jax.models.networks import Policy, ValueModel, logprobs, values
     from vcppo_jax.phases.artifacts import load_policy, load_value_model
     from vcppo_jax.rewards.score import verify
@@ -26,8 +27,9 @@ __version__ = "0.1.0"
 
 _MODULES = {
     "algos.gae": ("decoupled_gae", "gae", "gae_blocked", "reward_to_go"),
-    "algos.losses": ("kl_penalty", "policy_loss", "token_weights", "value_loss"),
+    "algos.losses": ("kl_penalty", "token_weights", "value_loss"),
     "algos.masked": ("explained_variance", "whiten"),
+    "algos.policy": ("policy_loss",),
     "models.networks": ("Policy", "ValueModel", "logprobs", "values"),
     "phases.artifacts": ("load_policy", "load_value_model"),
     "rewards.score": ("verify",),

@@ -133,6 +133,21 @@ def decoupled_gae(
     return advantages, gae(rewards, values, valid, gamma=gamma, lam=lambda_critic) + values
 
 
+def length_adaptive_lambda(lengths: ArrayLike, *, alpha: float) -> jax.Array:
+    """VAPO's lambda of each response, in the shape of `lengths` (arXiv 2504.05118): 1 - 1 / (alpha length).
+
+    `lengths` [B] counts response tokens. Made for `lam` of `gae`: the weights lambda^k then add up to
+    alpha times the length. Where that is below 1, which would make lambda negative, and where the response
+    is empty, it is 0. Raises ValueError
+    where `alpha` is not positive.
+    """
+    if alpha <= 0:
+        raise ValueError(f"length_adaptive_lambda: expected a positive alpha, got {alpha}")
+    lengths = jnp.asarray(lengths, jnp.float32)
+    lam = 1.0 - 1.0 / (alpha * jnp.maximum(lengths, 1.0))
+    return jnp.where(lengths > 0, jnp.clip(lam, 0.0, 1.0), 0.0)
+
+
 def _per_sequence(caller: str, name: str, x: ArrayLike, shape: tuple[int, ...]) -> jax.Array:
     """A discount for arrays of `shape` [..., T]: float32, a scalar or [...]."""
     if isinstance(x, Real) and not 0 <= x <= 1:

@@ -1,4 +1,4 @@
-"""Losses as weighted sums over tokens, and the KL estimators.
+"""Losses as weighted sums over tokens, the value loss and the KL estimators; policy losses: `policy.py`.
 
 How a loss is averaged is a weight per token (`token_weights`) whose denominator counts the whole global
 batch; the loss is then `sum(weight * token_loss)`. A caller that splits the batch (micro-batches, packing,
@@ -93,65 +93,32 @@ def weighted_sum(x: ArrayLike, weights: ArrayLike) -> jax.Array:
     return jnp.sum(weights * x)
 
 
-def policy_loss(
-    logprobs: ArrayLike,
-    old_logprobs: ArrayLike,
-    advantages: ArrayLike,
-    mask: ArrayLike,
-    *,
-    clip_low: float,
-    clip_high: float,
-    dual_clip: float | None,
-    aggregation: str | None = None,
-    weights: ArrayLike | None = None,
-    info_weights: ArrayLike | None = None,
-) -> tuple[jax.Array, dict[str, jax.Array]]:
-    """`(loss, info)`: PPO's clipped objective (arXiv 1707.06347), negated so that it is minimised.
+def both_weights(
+    caller: str,
+    valid: jax.Array,
+    aggregation: str | None,
+    weights: ArrayLike | None,
+    info_weights: ArrayLike | None,
+) -> tuple[jax.Array, jax.Array]:
+    """The weights of a loss and of its info, float32 in the shape of `valid`, 0 where masked, no gradient.
 
-    With ratio r = exp(logprobs - old_logprobs), per token
-
-        max(-r A, -clip(r, 1 - clip_low, 1 + clip_high) A)
-
-    and, where A < 0 and `dual_clip` is c (above 1, arXiv 1912.09729), at most -c A.
-
-    The tokens are summed with `weights`, or, where that is None, with those of `aggregation` over this
-    `mask`; `weights` goes first where both are given. Each entry of `info` is `sum(info_weights * x)`;
-    `info_weights` are the token-mean weights of this mask unless given. Micro-batches whose entries are to
-    add up to the global batch's pass their part of the global token-mean weights. The entries, named as
-    verl's after `actor/`: `pg_clipfrac`, tokens that the clip took; `pg_clipfrac_lower`, tokens that the
-    dual clip took; `ppo_kl`, the k1 estimate of KL(old || new); and `ratio_mean`.
-
-    Raises ValueError on different shapes, on bounds out of range, on an unknown aggregation, and where
-    neither `aggregation` nor `weights` is given.
+    Those of the loss are `weights` or, where that is None, those of `aggregation` over this mask; `weights`
+    goes first where both are given. Those of the info are the token-mean weights of this mask unless given:
+    micro-batches whose infos are to add up to the global batch's pass their part of its token-mean weights.
+    Raises ValueError, naming `caller`, where neither `aggregation` nor `weights` is given, on an unknown
+    aggregation and on different shapes.
     """
-    if clip_low < 0 or clip_high < 0:
-        raise ValueError(f"policy_loss: expected clip bounds of at least 0, got {clip_low} and {clip_high}")
-    if dual_clip is not None and dual_clip <= 1:
-        raise ValueError(f"policy_loss: expected dual_clip above 1 or None, got {dual_clip}")
-    valid, (logprobs, old_logprobs, advantages) = clean(
-        "policy_loss", mask, logprobs=logprobs, old_logprobs=old_logprobs, advantages=advantages
-    )
-    weights, info_weights = _both_weights("policy_loss", valid, aggregation, weights, info_weights)
-    old_logprobs, advantages = jax.lax.stop_gradient((old_logprobs, advantages))
-
-    log_ratio = jnp.clip(logprobs - old_logprobs, -LOG_RATIO_LIMIT, LOG_RATIO_LIMIT)
-    ratio = jnp.exp(log_ratio)
-    unclipped = -advantages * ratio
-    clipped = -advantages * jnp.clip(ratio, 1 - clip_low, 1 + clip_high)
-    token_loss = jnp.maximum(unclipped, clipped)
-    dual_clipped = jnp.zeros(valid.shape, bool)
-    if dual_clip is not None:
-        limit = -advantages * dual_clip
-        dual_clipped = (advantages < 0) & (token_loss > limit)
-        token_loss = jnp.where(dual_clipped, limit, token_loss)
-
-    info = {
-        "pg_clipfrac": jnp.sum(info_weights * (clipped > unclipped)),
-        "pg_clipfrac_lower": jnp.sum(info_weights * dual_clipped),
-        "ppo_kl": jnp.sum(info_weights * -log_ratio),
-        "ratio_mean": jnp.sum(info_weights * ratio),
-    }
-    return jnp.sum(weights * token_loss), info
+    if weights is None:
+        if aggregation is None:
+            raise ValueError(
+                f"{caller}: expected aggregation, one of {list(AGGREGATIONS)}, or weights, got neither"
+            )
+        weights = token_weights(valid, aggregation=aggregation)
+    if info_weights is None:
+        info_weights = token_weights(valid, aggregation="token-mean")
+    _, both = clean(caller, valid, weights=weights, info_weights=info_weights)
+    weights, info_weights = jax.lax.stop_gradient(both)
+    return weights, info_weights
 
 
 def value_loss(
@@ -170,14 +137,16 @@ def value_loss(
         1/2 (V - R)^2                                                  where `clip` is None
         1/2 max((V - R)^2, (clip(V, V_old - clip, V_old + clip) - R)^2)   otherwise
 
-    `old_values` is read only with a `clip` and may be None without. The sum over tokens, `weights` and
-    `info_weights` as in `policy_loss`. The entries of `info`, named as verl's after `critic/`:
-    `vf_clipfrac`, tokens that the clip took (0 without a clip), and `vpred_mean`.
+    `old_values` is read only with a `clip` and may be None without. The tokens are
+    summed with `weights` or `aggregation`, and each entry of `info` is `sum(info_weights * x)`, as
+    `both_weights` says. The entries, named as verl's after `critic/`: `vf_clipfrac`, tokens that the clip
+    took (0 without a clip), and `vpred_mean`.
 
-    Raises ValueError as `policy_loss` does, and on a `clip` that is not positive or lacks `old_values`.
+    Raises ValueError as `both_weights` does, on different shapes, and on a `clip` that is not positive or
+    lacks `old_values`.
     """
     valid, (values, returns) = clean("value_loss", mask, values=values, returns=returns)
-    weights, info_weights = _both_weights("value_loss", valid, aggregation, weights, info_weights)
+    weights, info_weights = both_weights("value_loss", valid, aggregation, weights, info_weights)
     returns = jax.lax.stop_gradient(returns)
 
     squares = (values - returns) ** 2
@@ -199,27 +168,6 @@ def value_loss(
         "vpred_mean": jnp.sum(info_weights * values),
     }
     return jnp.sum(weights * 0.5 * squares), info
-
-
-def _both_weights(
-    caller: str,
-    valid: jax.Array,
-    aggregation: str | None,
-    weights: ArrayLike | None,
-    info_weights: ArrayLike | None,
-) -> tuple[jax.Array, jax.Array]:
-    """The weights of the loss and of the info, 0 where masked; see `policy_loss`."""
-    if weights is None:
-        if aggregation is None:
-            raise ValueError(
-                f"{caller}: expected aggregation, one of {list(AGGREGATIONS)}, or weights, got neither"
-            )
-        weights = token_weights(valid, aggregation=aggregation)
-    if info_weights is None:
-        info_weights = token_weights(valid, aggregation="token-mean")
-    _, both = clean(caller, valid, weights=weights, info_weights=info_weights)
-    weights, info_weights = jax.lax.stop_gradient(both)
-    return weights, info_weights
 
 
 def _k1(log_ratio: jax.Array) -> jax.Array:

@@ -18,6 +18,9 @@ Axis = int | Sequence[int] | None
 WHITEN_VARIANCE_FLOOR = 1e-8
 """Added to the variance in `whiten`, as verl's `masked_whiten` does: bounds the scale-up to 1e4."""
 
+STD_FLOOR = 1e-6
+"""Added to a standard deviation before it divides, as in verl's `compute_grpo_outcome_advantage`."""
+
 
 def clean(caller: str, mask: ArrayLike, **arrays: ArrayLike) -> tuple[jax.Array, list[jax.Array]]:
     """The mask as bool, and the arrays, in the order given, as float32 with 0 in the masked slots.
