@@ -5,22 +5,22 @@ pydantic does the typing; `config_load` reads YAML files and command lines into 
 
 from __future__ import annotations
 
-from typing import Annotated, Literal
+from typing import Annotated, Literal, get_args
 
-from pydantic import BaseModel, ConfigDict, Field, model_validator
+from pydantic import Field, model_validator
 
-Positive = Annotated[int, Field(ge=1)]
-NonNegative = Annotated[int, Field(ge=0)]
-Phase = Literal["sft", "value", "rl", "evaluate"]
-Aggregation = Literal[
-    "token-mean", "token-sum", "seq-mean-token-sum", "seq-mean-token-mean", "seq-mean-token-sum-norm"
-]
+from vcppo_jax.config_checks import CHECKS
+from vcppo_jax.config_objective import (
+    AlgorithmSection,
+    NonNegative,
+    Positive,
+    RewardSection,
+    RolloutSection,
+    Section,
+)
 
-
-class Section(BaseModel):
-    """Base of all sections: immutable, hashable, no unknown keys."""
-
-    model_config = ConfigDict(frozen=True, extra="forbid", allow_inf_nan=False)
+Phase = Literal["sft", "reward", "value", "rl", "evaluate"]
+PHASES = get_args(Phase)
 
 
 class ModelSection(Section):
@@ -28,8 +28,7 @@ class ModelSection(Section):
 
     path: str = Field(
         description="Hugging Face directory of the policy (Qwen2/2.5, Qwen3 or Llama), a phase of another "
-        "run "
-        "(runs/x/rl), or builtin:tiny, the small model that the package ships."
+        "run (runs/x/rl), or builtin:tiny, the small model that the package ships."
     )
     init: Literal["pretrained", "random"] = Field(
         "pretrained",
@@ -41,8 +40,7 @@ class ModelSection(Section):
     remat: Literal["none", "full", "dots"] = Field(
         "full",
         description="What the backward pass computes again: none keeps all activations, full keeps one "
-        "per layer, "
-        "dots keeps the results of the matmuls.",
+        "per layer, dots keeps the results of the matmuls.",
     )
 
 
@@ -52,18 +50,15 @@ class ValueModelSection(Section):
     init: Literal["policy", "reward_model", "checkpoint"] = Field(
         "policy",
         description="Where the value model starts: policy (the policy's weights, a new head), "
-        "reward_model (the "
-        "Hugging Face directory value_model.path; the log says whether a head was found), checkpoint (a "
-        "checkpoint of "
-        "value-pretraining or RL at value_model.path). When `phases` lists value, RL starts from this "
-        "run's value "
-        "phase unless init is checkpoint.",
+        "reward_model (the Hugging Face directory value_model.path; the log says whether a "
+        "head was found), checkpoint (a checkpoint of value-pretraining or RL at "
+        "value_model.path). When `phases` lists value, RL starts from this run's value phase "
+        "unless init is checkpoint.",
     )
     path: str | None = Field(
         None,
         description="For reward_model: a Hugging Face directory. For checkpoint: runs/x/value, or one "
-        "step of it, "
-        "runs/x/value/checkpoints/STEP.",
+        "step of it, runs/x/value/checkpoints/STEP.",
     )
     step: int | None = Field(
         None, description="Which checkpoint of this run's value phase RL starts from; the last one when null."
@@ -121,58 +116,6 @@ class DataSection(Section):
     task: TaskSection = TaskSection()
 
 
-class RolloutSection(Section):
-    """Sampling of responses during value-pretraining and RL."""
-
-    n: Positive = Field(1, description="Samples per prompt.")
-    temperature: float = Field(1.0, gt=0, description="Sampling temperature, also that of all log-probs.")
-    top_k: NonNegative = Field(0, description="Sample from the k likeliest tokens; 0 is off.")
-    top_p: float = Field(1.0, gt=0, le=1, description="Nucleus sampling; 1 is off.")
-    min_p: float = Field(
-        0.0, ge=0, lt=1, description="Drop tokens below min_p times the likeliest; 0 is off."
-    )
-    max_new_tokens: Positive = Field(2048, description="Length limit of a response, in tokens.")
-    batch_size: Positive = Field(256, description="Sequences that decode together.")
-
-
-class AlgorithmSection(Section):
-    """What is estimated and what is optimised. The defaults are VC-PPO's."""
-
-    advantage: Literal["gae", "grpo"] = Field(
-        "gae", description="gae uses the value model; grpo compares the n samples of a prompt and needs none."
-    )
-    gamma: float = Field(1.0, gt=0, le=1, description="Discount per token.")
-    lambda_actor: float = Field(0.95, ge=0, le=1, description="GAE lambda of the policy's advantages.")
-    lambda_critic: float = Field(1.0, ge=0, le=1, description="GAE lambda of the value model's targets.")
-    whiten_advantages: bool = Field(
-        True,
-        description="Subtract the mean and divide by the standard deviation over the whole rollout batch "
-        "(gae only).",
-    )
-    clip_low: float = Field(0.2, gt=0, lt=1, description="The ratio is clipped below at 1 - clip_low.")
-    clip_high: float = Field(0.2, gt=0, description="The ratio is clipped above at 1 + clip_high.")
-    dual_clip: float | None = Field(
-        None, gt=1, description="Bound of the loss for negative advantages, times |A|; null is off."
-    )
-    aggregation: Aggregation = Field(
-        "token-mean", description="How token losses of the policy become one number."
-    )
-    value_clip: float | None = Field(
-        None, gt=0, description="Clip the new value to within this of the old one; null is off."
-    )
-    value_aggregation: Aggregation = Field(
-        "token-mean", description="How token losses of the value model add up."
-    )
-    kl_coef: float = Field(
-        0.0, ge=0, description="Weight of the KL to the policy that RL started from; 0 is off."
-    )
-    kl_kind: Literal["k1", "k2", "k3"] = Field("k3", description="Estimator of the KL per token.")
-    kl_in: Literal["reward", "loss"] = Field(
-        "loss", description="Whether the KL is a penalty per token or a loss."
-    )
-    entropy_coef: float = Field(0.0, ge=0, description="Weight of an entropy bonus; 0 is off.")
-
-
 class OptimizerSection(Section):
     """AdamW with clipping by global norm and a skip of non-finite updates."""
 
@@ -214,6 +157,24 @@ class SFTSection(OptimizerSection):
     steps: Positive | None = Field(None, description="Updates; when null, sft.epochs passes over the data.")
 
 
+class RewardModelSection(OptimizerSection):
+    """Training of a reward model on pairs of responses (Bradley-Terry)."""
+
+    learning_rate: float = Field(1e-5, gt=0, description="Peak learning rate.")
+    data: str | None = Field(
+        None,
+        description="File with a prompt, a chosen and a rejected response per line; the built-in task "
+        "writes its own.",
+    )
+    batch_size: Positive = Field(64, description="Pairs per update.")
+    steps: Positive | None = Field(
+        None, description="Updates; when null, reward_model.epochs passes over the data."
+    )
+    held_out_share: float = Field(
+        0.1, gt=0, lt=1, description="Share of the pairs that is kept back to measure accuracy on."
+    )
+
+
 class ValueSection(Section):
     """Value-pretraining: the policy frozen, fresh samples each step, lambda 1."""
 
@@ -231,8 +192,7 @@ class ValueSection(Section):
     settle_window: Annotated[int, Field(ge=2)] = Field(
         10,
         description="Settled: over the last so many held-out measurements, neither improved on the "
-        "earlier best "
-        "by more than its tolerance.",
+        "earlier best by more than its tolerance.",
     )
     settle_loss_tolerance: float = Field(
         0.01, gt=0, description="Relative improvement of the value loss that counts."
@@ -256,6 +216,18 @@ class RLSection(Section):
     evaluate_every: NonNegative = Field(
         0,
         description="Steps between evaluations on held-out problems; 0 evaluates only in the evaluate phase.",
+    )
+    critic_warmup_steps: NonNegative = Field(
+        0, description="In the first so many steps only the value model is updated."
+    )
+    dynamic_sampling: bool = Field(
+        False,
+        description="DAPO: drop prompts whose samples all have the same reward and sample others in their "
+        "place.",
+    )
+    dynamic_sampling_rounds: Positive = Field(
+        10,
+        description="Most rounds of sampling per step; what then lacks is filled up with dropped prompts.",
     )
 
 
@@ -289,6 +261,20 @@ class EvaluateSection(Section):
     max_new_tokens: Positive | None = Field(
         None, description="Length limit; rollout.max_new_tokens when null."
     )
+
+
+class GradeSection(Section):
+    """`vcppo evaluate --grade`: the training prompts by difficulty."""
+
+    samples_per_prompt: Positive = Field(8, description="Samples per prompt, as in a rollout of RL.")
+    easy_from: float = Field(0.75, ge=0, le=1, description="Prompts with at least this pass rate are easy.")
+    hard_to: float = Field(0.25, ge=0, le=1, description="Prompts with at most this pass rate are hard.")
+
+    @model_validator(mode="after")
+    def _order(self) -> GradeSection:
+        if self.hard_to >= self.easy_from:
+            raise ValueError("grade.hard_to must be less than grade.easy_from")
+        return self
 
 
 class CheckpointSection(Section):
@@ -331,14 +317,17 @@ class Config(Section):
     mesh: MeshSection = MeshSection()
     data: DataSection
     rollout: RolloutSection = RolloutSection()
+    reward: RewardSection = RewardSection()
     algorithm: AlgorithmSection = AlgorithmSection()
     actor: ActorSection = ActorSection()
     critic: CriticSection = CriticSection()
     sft: SFTSection = SFTSection()
+    reward_model: RewardModelSection = RewardModelSection()
     value: ValueSection = ValueSection()
     rl: RLSection = RLSection()
     train: TrainSection = TrainSection()
     evaluate: EvaluateSection = EvaluateSection()
+    grade: GradeSection = GradeSection()
     verifier: VerifierSection = VerifierSection()
     checkpoint: CheckpointSection = CheckpointSection()
     logging: LoggingSection = LoggingSection()
@@ -346,35 +335,8 @@ class Config(Section):
     @model_validator(mode="after")
     def _combinations(self) -> Config:
         """Refuse combinations that make no sense, each with the key to change."""
-        order = ("sft", "value", "rl", "evaluate")
-        if not self.phases or list(self.phases) != sorted(set(self.phases), key=order.index):
-            raise ValueError(f"phases: expected some of {', '.join(order)}, once each and in this order")
-        if self.algorithm.advantage == "grpo":
-            if self.rollout.n < 2:
-                raise ValueError(
-                    "algorithm.advantage=grpo compares the samples of a prompt: set rollout.n to 2 or more"
-                )
-            if "value" in self.phases:
-                raise ValueError("algorithm.advantage=grpo has no value model: remove value from phases")
-        if self.value_model.init != "policy" and self.value_model.path is None:
-            raise ValueError(f"value_model.init={self.value_model.init} needs value_model.path")
-        if self.value_model.init == "policy" and self.value_model.path is not None:
-            raise ValueError(
-                "value_model.path is set but value_model.init=policy: set init to reward_model or checkpoint"
-            )
-        for phase, section in (("value", self.value), ("rl", self.rl)):
-            samples = section.prompts_per_step * self.rollout.n
-            if phase in self.phases and samples % section.mini_batch_size:
-                raise ValueError(
-                    f"{phase}.prompts_per_step x rollout.n = {samples} samples, which "
-                    f"{phase}.mini_batch_size={section.mini_batch_size} does not divide"
-                )
-        longest = self.data.max_prompt_tokens + self.rollout.max_new_tokens
-        if self.train.row_tokens is not None and self.train.row_tokens < longest:
-            raise ValueError(
-                f"train.row_tokens={self.train.row_tokens} is less than data.max_prompt_tokens + "
-                f"rollout.max_new_tokens = {longest}"
-            )
-        if self.sft.data is None and "sft" in self.phases and not self.data.train.startswith("task:"):
-            raise ValueError("sft.data: expected a file of demonstrations, or remove sft from phases")
+        if not self.phases or list(self.phases) != sorted(set(self.phases), key=PHASES.index):
+            raise ValueError(f"phases: expected some of {', '.join(PHASES)}, once each and in this order")
+        for check in CHECKS:
+            check(self)
         return self

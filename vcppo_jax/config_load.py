@@ -30,9 +30,9 @@ def iterate_keys(model: type[BaseModel] = Config, prefix: str = "") -> Iterator[
             yield f"{prefix}{name}", field
 
 
-def nearest_key(key: str) -> str | None:
-    """The known dotted key that looks most like `key`."""
-    known = [k for k, _ in iterate_keys()]
+def nearest_key(key: str, model: type[BaseModel] = Config) -> str | None:
+    """The known dotted key of `model` that looks most like `key`."""
+    known = [k for k, _ in iterate_keys(model)]
     if near := difflib.get_close_matches(key, known, n=1, cutoff=0.6):
         return near[0]
     leaf = key.rsplit(".", 1)[-1]
@@ -52,7 +52,7 @@ def _merge(base: Mapping[str, Any], over: Mapping[str, Any]) -> dict[str, Any]:
     return merged
 
 
-def _read_yaml(path: Path, stack: tuple[Path, ...] = ()) -> dict[str, Any]:
+def read_yaml(path: Path, stack: tuple[Path, ...] = ()) -> dict[str, Any]:
     """The file's mapping over that of the files it includes (`include: [a.yaml]`, relative to it)."""
     try:
         text = path.read_text(encoding="utf-8")
@@ -76,7 +76,7 @@ def _apply_includes(data: dict[str, Any], path: Path, stack: tuple[Path, ...] = 
     include = data.pop("include", [])
     base: dict[str, Any] = {}
     for name in [include] if isinstance(include, str) else include:
-        base = _merge(base, _read_yaml(path.parent / str(name), stack))
+        base = _merge(base, read_yaml(path.parent / str(name), stack))
     return _merge(base, data)
 
 
@@ -94,12 +94,13 @@ def _parse_override(text: str, path: Path) -> dict[str, Any]:
     return _apply_includes(nested, path) if key == "include" else nested
 
 
-def _describe(error: ValidationError, path: Path) -> str:
+def describe_errors(error: ValidationError, path: Path, model: type[BaseModel] = Config) -> str:
+    """One line per fault that pydantic found in the file's keys."""
     lines = []
     for item in error.errors():
         key = ".".join(str(part) for part in item["loc"])
         if item["type"] == "extra_forbidden":
-            near = nearest_key(key)
+            near = nearest_key(key, model)
             lines.append(f"unknown key {key!r}" + (f"; did you mean {near!r}?" if near else ""))
         elif item["type"] == "missing":
             lines.append(f"{key}: is required; set it in the file or with {key}=VALUE")
@@ -118,13 +119,13 @@ def load_config(path: str | Path, overrides: Sequence[str] = ()) -> Config:
     fault.
     """
     path = Path(path)
-    data = _read_yaml(path)
+    data = read_yaml(path)
     for text in overrides:
         data = _merge(data, _parse_override(text, path))
     try:
         return Config.model_validate(data)
     except ValidationError as error:
-        raise ConfigError(_describe(error, path)) from None
+        raise ConfigError(describe_errors(error, path)) from None
 
 
 def dump_config(config: Config) -> str:
