@@ -1,7 +1,22 @@
-"""Eight virtual CPU devices for the whole suite, and no network."""
+"""Eight virtual CPU devices for the whole suite, quick compiling, and no network."""
 
+import atexit
 import os
+import shutil
+import tempfile
 
-os.environ["XLA_FLAGS"] = os.environ.get("XLA_FLAGS", "") + " --xla_force_host_platform_device_count=8"
+# The suite spends its time in compiling, not in running what was compiled: ask for quick compiling, and keep
+# every program for the tests, and the processes they start, that need it again.
+FLAGS = (
+    "--xla_force_host_platform_device_count=8",
+    "--xla_backend_optimization_level=0",
+    "--xla_llvm_disable_expensive_passes=true",
+)
+programs = tempfile.mkdtemp(prefix="vcppo_tests_")
+atexit.register(shutil.rmtree, programs, ignore_errors=True)
+os.environ["XLA_FLAGS"] = " ".join([os.environ.get("XLA_FLAGS", ""), *FLAGS])
+os.environ["JAX_COMPILATION_CACHE_DIR"] = programs
+os.environ["JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS"] = "0"
+os.environ["JAX_PERSISTENT_CACHE_MIN_ENTRY_SIZE_BYTES"] = "-1"
 os.environ.setdefault("JAX_PLATFORMS", "cpu")
 os.environ.setdefault("HF_HUB_OFFLINE", "1")

@@ -42,8 +42,8 @@ def test_records(tiny):
         [row("P", "7"), row(messages, "8")], tiny, name="f", max_prompt_tokens=99
     )
     assert records == [
-        PromptRecord(tuple(encode_chat(tiny, "P")), "P", "7", "s", False),
-        PromptRecord(tuple(encode_chat(tiny, messages)), "Q", "8", "s", False),
+        PromptRecord(tuple(encode_chat(tiny, "P")), "P", "7", "s", False, "P"),
+        PromptRecord(tuple(encode_chat(tiny, messages)), "Q", "8", "s", False, messages),
     ]
     assert str(report) == "f: 2 of 2 prompts kept (dropped: none)"
     (record,), _ = prompt_records([row("P")], tiny, name="f", max_prompt_tokens=99, system_prompt="S")

@@ -15,7 +15,8 @@ from vcppo_jax.data.packing import pack_shape
 from vcppo_jax.models.specs import param_shardings, weight_specs
 from vcppo_jax.sharding import batch_shards, make_mesh
 from vcppo_jax.train.experience import AdvantageSettings, build_experience
-from vcppo_jax.train.learner import Learner, Samples, Scorer
+from vcppo_jax.train.learner import Learner, Scorer
+from vcppo_jax.train.minibatches import Samples, mini_batches
 from vcppo_jax.train.objectives import LogprobScore, PolicyObjective, ValueObjective, ValueScore
 from vcppo_jax.train.optimizer import make_optimizer
 
@@ -25,9 +26,12 @@ SETTINGS = AdvantageSettings(
     group_size=1,
     gamma=1.0,
     lambda_actor=0.95,
+    score_mean="group",
+    score_std="group",
+    length_adaptive_alpha=None,
     lambda_critic=1.0,
     whiten=True,
-    kl_reward_coef=0.01,
+    kl_in_reward=True,
     kl_kind="k1",
 )
 EXPERIENCE = jax.jit(functools.partial(build_experience, settings=SETTINGS))
@@ -82,8 +86,8 @@ def trajectory(mesh_name, remat):
     mesh = mesh_of(mesh_name)
     config = tiny_config("llama", remat=remat)
     policy_objective = PolicyObjective(
-        config=config, temperature=0.7, clip_low=0.2, clip_high=0.2, dual_clip=None,
-        kl_loss_coef=0.0, kl_kind="k1", entropy_coef=0.01,
+        config=config, temperature=0.7, policy_loss="ppo", clip_low=0.2, clip_high=0.2, dual_clip=None,
+        importance=False, kl_kind=None, entropy_coef=0.01, positive_nll_coef=0.0, sft_coef=0.0,
     )  # fmt: skip
     numbers = []
     with jax.set_mesh(mesh):
@@ -98,22 +102,15 @@ def trajectory(mesh_name, remat):
             old = score_logprobs(actor.params, packing)
             ref = score_logprobs(reference, packing)
             values = score_values(critic.params, packing)
-            experience, _ = EXPERIENCE(scores, samples.mask.astype(np.float32), old, ref, values)
-            common = {"mini_batch_size": 4, "aggregation": "token-mean", "where": "test", "epochs": 1}
-            critic, critic_infos = critic_learner.epochs(
-                critic,
-                samples,
-                {"returns": experience.returns, "old_values": values},
-                seed=(step, 0),
-                **common,
-            )
-            actor, actor_infos = actor_learner.epochs(
-                actor,
-                samples,
-                {"old_logprobs": old, "advantages": experience.advantages},
-                seed=(step, 1),
-                **common,
-            )
+            mask = samples.mask.astype(np.float32)
+            experience, _ = EXPERIENCE(scores, mask, mask, old, ref, values, 0.01)
+            common = {"mini_batch_size": 4, "aggregation": "token-mean", "norm_length": RESPONSE, "epochs": 1}
+            targets = {"returns": experience.returns, "old_values": values}
+            batches = mini_batches(samples, targets, seed=(step, 0), **common)
+            critic, critic_infos = critic_learner.steps(critic, batches, "test")
+            targets = {"old_logprobs": old, "advantages": experience.advantages}
+            batches = mini_batches(samples, targets, seed=(step, 1), **common)
+            actor, actor_infos = actor_learner.steps(actor, batches, "test")
             infos = [*critic_infos, *actor_infos]
             numbers.append([x for info in infos for _, x in sorted(info.items())])
             numbers.append([float(old.sum()), float(values.sum()), float(ref.sum())])

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import functools
 
 import jax
@@ -11,14 +12,16 @@ import optax
 import pytest
 from tiny_networks import assert_trees_close, random_params, tiny_config
 
-from vcppo_jax.algos.losses import kl_penalty, policy_loss, token_weights, value_loss, weighted_sum
+from vcppo_jax.algos.losses import kl_penalty, token_weights, value_loss, weighted_sum
+from vcppo_jax.algos.policy import gspo_loss, policy_loss
 from vcppo_jax.data.packing import Packing, PackShape
 from vcppo_jax.models.decoder import hidden_states
 from vcppo_jax.models.heads import token_logprobs
 from vcppo_jax.models.networks import ValueModel, values
 from vcppo_jax.models.specs import WeightSpec, weight_specs
 from vcppo_jax.sharding import make_mesh
-from vcppo_jax.train.learner import Learner, NonFiniteError, Samples, Scorer
+from vcppo_jax.train.learner import Learner, NonFiniteError, Scorer
+from vcppo_jax.train.minibatches import Samples, mini_batches
 from vcppo_jax.train.objectives import LogprobScore, PolicyObjective, ValueObjective
 from vcppo_jax.train.optimizer import decay_mask, learning_rate_schedule, make_optimizer
 from vcppo_jax.train.updates import accumulate
@@ -27,14 +30,21 @@ CONFIG = tiny_config("qwen2", num_hidden_layers=1)
 POLICY = PolicyObjective(
     config=CONFIG,
     temperature=0.7,
+    policy_loss="ppo",
     clip_low=0.2,
     clip_high=0.2,
     dual_clip=3.0,
-    kl_loss_coef=0.1,
+    importance=False,
     kl_kind="k3",
     entropy_coef=0.01,
+    positive_nll_coef=0.0,
+    sft_coef=0.0,
+)
+GSPO = dataclasses.replace(
+    POLICY, policy_loss="gspo", importance=True, kl_kind=None, positive_nll_coef=0.2, sft_coef=0.3
 )
 VALUE = ValueObjective(config=CONFIG, clip=0.2)
+OBJECTIVES = {"policy": (POLICY, "lm"), "gspo and all terms": (GSPO, "lm"), "value": (VALUE, "value")}
 # 7 to 12 tokens each: none shares a row of 12, two or three share one of 36. Responses of 1 to 8 tokens.
 PROMPT_LENGTHS = np.array([6, 3, 4, 6, 2, 3, 3, 4])
 LENGTHS = np.array([1, 8, 4, 2, 5, 6, 7, 8])
@@ -77,6 +87,12 @@ def fields(aggregation):
         draws[name] = (-np.log(64) + 0.3 * rng.normal(size=(8, 8))).astype(np.float32)
     draws["weights"] = np.asarray(token_weights(MASK, aggregation=aggregation))
     draws["token_mean"] = np.asarray(token_weights(MASK, aggregation="token-mean"))
+    draws["kl_weights"] = 0.1 * draws["weights"]
+    draws["importance"] = rng.uniform(0.5, 2.0, (8, 8)).astype(np.float32)
+    for name, rows in (("positive_weights", slice(0, 3)), ("sft_weights", slice(5, 8))):
+        only = np.zeros_like(MASK)
+        only[rows] = MASK[rows]
+        draws[name] = np.asarray(token_weights(only, aggregation="token-mean"))
     return draws
 
 
@@ -111,12 +127,18 @@ def padded_oracle(objective, head):
         targets = jnp.roll(tokens, -1, axis=1)
         both = token_logprobs(params, CONFIG, hidden, targets, temperature=0.7)
         x, entropy = (jnp.take_along_axis(numbers, at, 1) for numbers in both)
-        loss, _ = policy_loss(
-            *(x, data["old_logprobs"], data["advantages"], MASK),
-            **{"clip_low": 0.2, "clip_high": 0.2, "dual_clip": 3.0, "weights": data["weights"]},
-        )
+        common = {"clip_low": 0.2, "clip_high": 0.2, "dual_clip": 3.0}
+        arrays = (x, data["old_logprobs"], data["advantages"], MASK)
+        bonus = 0.01 * weighted_sum(entropy, data["weights"])
+        if objective is GSPO:
+            loss, _ = gspo_loss(*arrays, weights=data["weights"] * data["importance"], **common)
+            nll = -0.2 * weighted_sum(x, data["positive_weights"]) - 0.3 * weighted_sum(
+                x, data["sft_weights"]
+            )
+            return loss + nll - bonus
+        loss, _ = policy_loss(*arrays, weights=data["weights"], **common)
         kl = kl_penalty(x, data["ref_logprobs"], kind="k3", mask=MASK)
-        return loss + 0.1 * weighted_sum(kl, data["weights"]) - 0.01 * weighted_sum(entropy, data["weights"])
+        return loss + 0.1 * weighted_sum(kl, data["weights"]) - bonus
 
     def value(params, data):
         x = jnp.take_along_axis(values(ValueModel(params, CONFIG), tokens), at, 1)
@@ -127,7 +149,7 @@ def padded_oracle(objective, head):
 
 
 @pytest.mark.parametrize("aggregation", AGGREGATIONS)
-@pytest.mark.parametrize(("objective", "head"), [(POLICY, "lm"), (VALUE, "value")], ids=["policy", "value"])
+@pytest.mark.parametrize(("objective", "head"), OBJECTIVES.values(), ids=OBJECTIVES)
 def test_the_cut_changes_nothing(objective, head, aggregation):
     whole = gradients(objective, head, SHAPES["1x8"], aggregation)
     assert max(float(jnp.abs(g).max()) for g in jax.tree.leaves(whole[0])) > 1e-2
@@ -137,7 +159,7 @@ def test_the_cut_changes_nothing(objective, head, aggregation):
             np.testing.assert_allclose(ours, theirs, atol=1e-5, rtol=1e-5, err_msg=name)
 
 
-@pytest.mark.parametrize(("objective", "head"), [(POLICY, "lm"), (VALUE, "value")], ids=["policy", "value"])
+@pytest.mark.parametrize(("objective", "head"), OBJECTIVES.values(), ids=OBJECTIVES)
 def test_the_packed_gradient_is_that_of_the_padded_batch(objective, head):
     data = fields("token-mean")
     loss, expected = padded_oracle(objective, head)(params(head), data)
@@ -164,16 +186,17 @@ def first_update(samples, *, scored_at):
     learner = actor_learner()
     packing = Packing(PROMPTS, RESPONSES, LENGTHS, SHAPES["1x8"])
     old = Scorer(LogprobScore(CONFIG, scored_at), one_device())(params("lm"), packing)
-    state, infos = learner.epochs(
-        learner.new_state(jax.tree.map(jnp.copy, params("lm"))),
+    batches = mini_batches(
         samples,
         {"old_logprobs": old, "ref_logprobs": old, "advantages": fields("token-mean")["advantages"]},
         epochs=1,
         mini_batch_size=4,
         aggregation="token-mean",
+        norm_length=8,
         seed=(0, 1),
-        where="test",
+        kl_coef=0.1,
     )
+    state, infos = learner.steps(learner.new_state(jax.tree.map(jnp.copy, params("lm"))), batches, "test")
     assert int(state.updates) == len(infos) == 2
     return infos
 

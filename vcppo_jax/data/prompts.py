@@ -1,4 +1,4 @@
-"""Prompts with gold answers, and demonstrations: from rows to token ids, and the shuffled stream of them.
+"""Prompts with gold answers, demonstrations, preference pairs: from rows to token ids, and a shuffled stream.
 
 Rows come from a file (`records.read_rows`) or a task (`task_rows`). What cannot be used is dropped at load
 and counted in a `LoadReport`, so that nothing is dropped silently during training. `RecordStream` then
@@ -37,6 +37,8 @@ class PromptRecord:
     """The data set's name; validation metrics are kept apart by it."""
     thinking_open: bool
     """Whether the rendered prompt ends inside an open `<think>`, so that responses begin by thinking."""
+    prompt: str | tuple[dict[str, str], ...] = ""
+    """The prompt as it was read: a text, or messages."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -48,24 +50,40 @@ class SFTExample:
     """Closed by EOS."""
 
 
+@dataclass(frozen=True, slots=True)
+class PreferencePair:
+    """Two responses to one prompt, of which the first is the better; both closed by EOS."""
+
+    prompt_ids: tuple[int, ...]
+    chosen_ids: tuple[int, ...]
+    rejected_ids: tuple[int, ...]
+
+
 @dataclass(frozen=True)
 class LoadReport:
     """What became of the rows of one source. `str()` is the line to log."""
 
     source: str
     kind: str
-    """`prompts` or `demonstrations`."""
+    """`prompts`, `demonstrations` or `pairs`."""
     read: int
     kept: int
     empty: int
-    """Dropped: no text in the prompt (or, for demonstrations, in the response)."""
+    """Dropped: no text in the prompt (or, for demonstrations and pairs, in a response)."""
     no_answer: int
     """Dropped: an empty gold answer."""
     over_long: int
     """Dropped: more tokens than allowed."""
+    alike: int = 0
+    """Dropped: pairs whose two responses are the same."""
 
     def __str__(self) -> str:
-        reasons = {"empty": self.empty, "without an answer": self.no_answer, "too long": self.over_long}
+        reasons = {
+            "empty": self.empty,
+            "without an answer": self.no_answer,
+            "of two responses that are the same": self.alike,
+            "too long": self.over_long,
+        }
         dropped = ", ".join(f"{count} {reason}" for reason, count in reasons.items() if count > 0)
         return f"{self.source}: {self.kept} of {self.read} {self.kind} kept (dropped: {dropped or 'none'})"
 
@@ -98,6 +116,7 @@ def prompt_records(
             answer=str(row.answer),
             source=row.source,
             thinking_open=_thinking_open(text),
+            prompt=row.prompt,
         )
         for row, text, ids in zip(answered, texts, encode_rendered(tokenizer, texts), strict=True)
         if len(ids) <= max_prompt_tokens
@@ -139,11 +158,7 @@ def sft_examples(
     texts = _render(written, tokenizer, system_prompt)
     examples = []
     for row, text, prompt_ids in zip(written, texts, encode_rendered(tokenizer, texts), strict=True):
-        response = str(row.response)
-        if _thinking_open(text) and response.lstrip().startswith("<think>"):
-            response = response.lstrip().removeprefix("<think>")
-            response = response.lstrip("\n") if text.endswith("\n") else response
-        response_ids = encode_response(tokenizer, response)
+        response_ids = encode_response(tokenizer, _continuing(text, str(row.response)))
         if len(prompt_ids) <= max_prompt_tokens and len(response_ids) <= max_response_tokens:
             examples.append(SFTExample(prompt_ids=tuple(prompt_ids), response_ids=tuple(response_ids)))
     report = LoadReport(
@@ -162,16 +177,75 @@ def sft_examples(
     return examples, report
 
 
+def preference_pairs(
+    rows: Sequence[Row],
+    tokenizer: PreTrainedTokenizerBase,
+    *,
+    name: str,
+    max_prompt_tokens: int,
+    max_response_tokens: int,
+    system_prompt: str | None = None,
+) -> tuple[list[PreferencePair], LoadReport]:
+    """The usable pairs in order, and the report; responses are encoded as in `sft_examples`.
+
+    Raises ValueError where a row lacks a response (naming it) and where no pair is left.
+    """
+    for row in rows:
+        if row.chosen is None or row.rejected is None:
+            missing = "chosen" if row.chosen is None else "rejected"
+            raise ValueError(
+                f"{row.where}: no {missing} response: expected the columns chosen and rejected, each a text "
+                "or messages that end with the assistant's"
+            )
+    written = [row for row in rows if _question(row).strip() and row.chosen.strip() and row.rejected.strip()]  # type: ignore[union-attr]
+    different = [row for row in written if row.chosen != row.rejected]
+    texts = _render(different, tokenizer, system_prompt)
+    pairs = []
+    for row, text, prompt_ids in zip(different, texts, encode_rendered(tokenizer, texts), strict=True):
+        chosen, rejected = (
+            encode_response(tokenizer, _continuing(text, str(side))) for side in (row.chosen, row.rejected)
+        )
+        if len(prompt_ids) <= max_prompt_tokens and max(len(chosen), len(rejected)) <= max_response_tokens:
+            pairs.append(PreferencePair(tuple(prompt_ids), tuple(chosen), tuple(rejected)))
+    report = LoadReport(
+        source=name,
+        kind="pairs",
+        read=len(rows),
+        kept=len(pairs),
+        empty=len(rows) - len(written),
+        no_answer=0,
+        over_long=len(different) - len(pairs),
+        alike=len(written) - len(different),
+    )
+    _require_some(
+        report, f"pairs of at most {max_prompt_tokens} prompt and {max_response_tokens} response tokens"
+    )
+    return pairs, report
+
+
 def task_rows(
-    problems: Sequence[Problem], *, source: str, responses: Sequence[str] | None = None
+    problems: Sequence[Problem],
+    *,
+    source: str,
+    responses: Sequence[str] | None = None,
+    pairs: Sequence[tuple[str, str]] | None = None,
 ) -> list[Row]:
-    """Rows of a task's problems, with the responses to imitate, if any, in the same order."""
+    """Rows of a task's problems, with the responses to imitate or the pairs, if any, in the same order."""
     texts: Sequence[str | None] = [None] * len(problems) if responses is None else responses
+    sides: Sequence[tuple[str | None, str | None]] = (
+        [(None, None)] * len(problems) if pairs is None else pairs
+    )
     return [
         Row(
-            prompt=p.prompt, answer=p.answer, response=text, source=source, where=f"{source}: problem {index}"
+            prompt=p.prompt,
+            answer=p.answer,
+            response=text,
+            source=source,
+            where=f"{source}: problem {index}",
+            chosen=chosen,
+            rejected=rejected,
         )
-        for index, (p, text) in enumerate(zip(problems, texts, strict=True))
+        for index, (p, text, (chosen, rejected)) in enumerate(zip(problems, texts, sides, strict=True))
     ]
 
 
@@ -223,6 +297,14 @@ def _render(rows: Sequence[Row], tokenizer: PreTrainedTokenizerBase, system_prom
 
 def _thinking_open(rendered: str) -> bool:
     return rendered.rstrip().endswith("<think>")
+
+
+def _continuing(rendered: str, response: str) -> str:
+    """The response without its own `<think>` where the rendered prompt has opened one already."""
+    if _thinking_open(rendered) and response.lstrip().startswith("<think>"):
+        response = response.lstrip().removeprefix("<think>")
+        return response.lstrip("\n") if rendered.endswith("\n") else response
+    return response
 
 
 def _require_some(report: LoadReport, expected: str) -> None:

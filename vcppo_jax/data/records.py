@@ -2,8 +2,9 @@
 
 Prompt: `prompt`, `problem` or `question`, a text or a list of messages. Answer: `answer`, `label`,
 `ground_truth`, or verl's `reward_model.ground_truth`, a text or a number. Response to imitate: `response`,
-`demonstration`, `completion` or `solution`. Name of the data set: `source` or `data_source`, else the
-file's name. The first name that a row has counts.
+`demonstration`, `completion` or `solution`. A pair to compare: `chosen` and `rejected`, each a text or
+messages that end with the assistant's; where there is no prompt, the messages before it are the prompt. Name
+of the data set: `source` or `data_source`, else the file's name. The first name that a row has counts.
 """
 
 from __future__ import annotations
@@ -20,6 +21,7 @@ import numpy as np
 PROMPT_KEYS = ("prompt", "problem", "question")
 ANSWER_KEYS = ("answer", "label", "ground_truth")
 RESPONSE_KEYS = ("response", "demonstration", "completion", "solution")
+PAIR_KEYS = ("chosen", "rejected")
 SOURCE_KEYS = ("source", "data_source")
 _NESTED_ANSWER_KEY = "reward_model"
 _JSONL_SUFFIXES = (".jsonl", ".ndjson", ".json")
@@ -38,6 +40,10 @@ class Row:
     source: str
     where: str
     """Where the row stands, for error messages: `file.jsonl:17`."""
+    chosen: str | None = None
+    """The better response of a pair; None where the row has no such column."""
+    rejected: str | None = None
+    """The worse one, likewise."""
 
 
 def read_rows(path: str | Path) -> list[Row]:
@@ -70,17 +76,19 @@ def parse_row(item: Mapping[str, Any], *, where: str, source: str) -> Row:
     Raises ValueError, beginning with `where`, for a missing prompt column or a value of the wrong kind.
     """
     key = _first_key(item, PROMPT_KEYS)
-    if key is None:
+    implicit = _prompt_of_pair(item, where) if key is None else None
+    if key is None and implicit is None:
         raise ValueError(f"{where}: no prompt: expected one of {', '.join(PROMPT_KEYS)}, got {_names(item)}")
     response_key = _first_key(item, RESPONSE_KEYS)
     source_key = _first_key(item, SOURCE_KEYS)
     named = None if source_key is None else item[source_key]
     return Row(
-        prompt=_prompt(item[key], f"{where}: {key}"),
+        prompt=_prompt(item[key], f"{where}: {key}") if key is not None else implicit or (),
         answer=_answer(item, where),
         response=None if response_key is None else _text(item[response_key], f"{where}: {response_key}"),
         source=source if named is None else _text(named, f"{where}: {source_key}"),
         where=where,
+        **{side: _completion(item[side], f"{where}: {side}") for side in PAIR_KEYS if side in item},
     )
 
 
@@ -114,12 +122,12 @@ def _read_parquet(file: Path) -> Iterator[tuple[str, Mapping[str, Any]]]:
         raise ImportError(
             f"{file}: parquet files need the extra `parquet`: python3 -m pip install 'vcppo_jax[parquet]'"
         ) from error
-    known = (*PROMPT_KEYS, *ANSWER_KEYS, *RESPONSE_KEYS, *SOURCE_KEYS, _NESTED_ANSWER_KEY)
+    known = (*PROMPT_KEYS, *ANSWER_KEYS, *RESPONSE_KEYS, *PAIR_KEYS, *SOURCE_KEYS, _NESTED_ANSWER_KEY)
     try:
         with parquet.ParquetFile(file) as table:
             names = table.schema_arrow.names
             columns = [name for name in names if name in known]
-            if not any(name in PROMPT_KEYS for name in columns):
+            if not any(name in (*PROMPT_KEYS, *PAIR_KEYS) for name in columns):
                 raise ValueError(
                     f"{file}: no prompt: expected one of {', '.join(PROMPT_KEYS)}, got {', '.join(names)}"
                 )
@@ -143,10 +151,21 @@ def _names(item: Mapping[str, Any]) -> str:
 
 def _prompt(value: Any, where: str) -> str | tuple[dict[str, str], ...]:
     """A text or messages; None is an empty text."""
-    if isinstance(value, np.ndarray):
-        value = value.tolist()
     if value is None or isinstance(value, str):
         return value or ""
+    messages = _messages(value, where)
+    if messages and messages[-1]["role"] == "assistant":
+        raise ValueError(
+            f"{where}: expected the last message to be the user's, got the assistant's; "
+            "put a response to imitate in a column `response`"
+        )
+    return messages
+
+
+def _messages(value: Any, where: str) -> tuple[dict[str, str], ...]:
+    """A list of messages, with what else they hold left out."""
+    if isinstance(value, np.ndarray):
+        value = value.tolist()
     if not isinstance(value, list | tuple):
         raise ValueError(f"{where}: expected a text or a list of messages, got {type(value).__name__}")
     for message in value:
@@ -155,12 +174,38 @@ def _prompt(value: Any, where: str) -> str | tuple[dict[str, str], ...]:
             raise ValueError(
                 f"{where}: expected messages with the texts role and content, got {message!r}"[:300]
             )
-    if value and value[-1]["role"] == "assistant":
-        raise ValueError(
-            f"{where}: expected the last message to be the user's, got the assistant's; "
-            "put a response to imitate in a column `response`"
-        )
     return tuple({"role": message["role"], "content": message["content"]} for message in value)
+
+
+def _conversation(value: Any, where: str) -> tuple[dict[str, str], ...] | None:
+    """The messages of one side of a pair, of which the last is the assistant's; None where it is a text."""
+    if not isinstance(value, np.ndarray | list | tuple):
+        return None
+    messages = _messages(value, where)
+    if not messages or messages[-1]["role"] != "assistant":
+        last = f"the {messages[-1]['role']}'s" if messages else "no message"
+        raise ValueError(f"{where}: expected the last message to be the assistant's, got {last}")
+    return messages
+
+
+def _completion(value: Any, where: str) -> str:
+    """A response of a pair: the text, or the last message of the conversation."""
+    messages = _conversation(value, where)
+    return _text(value, where) if messages is None else messages[-1]["content"]
+
+
+def _prompt_of_pair(item: Mapping[str, Any], where: str) -> tuple[dict[str, str], ...] | None:
+    """The messages that both sides of a pair begin with; None where there are none."""
+    sides = [_conversation(item.get(side), f"{where}: {side}") for side in PAIR_KEYS]
+    chosen, rejected = (() if side is None else side[:-1] for side in sides)
+    if not chosen or not rejected:
+        return None
+    if chosen != rejected:
+        raise ValueError(
+            f"{where}: expected chosen and rejected to answer the same messages; they differ before the last"
+        )
+    _prompt(chosen, f"{where}: chosen")
+    return chosen
 
 
 def _answer(item: Mapping[str, Any], where: str) -> str | None:

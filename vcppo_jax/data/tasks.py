@@ -20,6 +20,8 @@ HELD_OUT_SHARE = 8
 """One digit sequence in this many is held out, chosen by a hash of the digits."""
 _DEMONSTRATION_STREAM = 2
 """Third word of the random seed where demonstrations are drawn; 0 and 1 are the splits of the problems."""
+_PREFERENCE_STREAM = 3
+"""The same for preference pairs."""
 
 
 @dataclass(frozen=True)
@@ -105,6 +107,38 @@ def demonstrations(task: SumTask, count: int, *, seed: int) -> list[tuple[Proble
     return [demonstration(task, index, seed=seed) for index in range(count)]
 
 
+def preference(task: SumTask, index: int, *, seed: int) -> tuple[Problem, str, str]:
+    """Training problem `index`, its solution, and a worse response, to train a reward model on.
+
+    Half of the worse responses are unfinished: the right chain, cut at a random place, without an answer. A
+    quarter has one wrong step from which the chain goes on to a wrong answer, a quarter stops early and
+    guesses wrong.
+    """
+    digits = problem_digits(task, index, seed=seed, split="train")
+    random = np.random.default_rng([seed, index, _PREFERENCE_STREAM])
+    right = (np.cumsum(digits) % 10).tolist()
+    steps = list(zip(digits, right, strict=True))
+    kind, place, shift = (
+        int(random.integers(4)),
+        int(random.integers(task.digits)),
+        int(random.integers(1, 10)),
+    )
+    if kind < 2:
+        chain = _chain(steps)
+        rejected = f"<think>{chain[: int(random.integers(len(chain) + 1))]}"
+    elif kind == 2:
+        sums = [(total + shift * (step >= place)) % 10 for step, total in enumerate(right)]
+        rejected = _response(list(zip(digits, sums, strict=True)), sums[-1])
+    else:
+        rejected = _response(steps[:place], (right[-1] + shift) % 10)
+    return Problem(prompt=_prompt(digits), answer=str(right[-1])), _response(steps, right[-1]), rejected
+
+
+def preferences(task: SumTask, count: int, *, seed: int) -> list[tuple[Problem, str, str]]:
+    """The first `count` training problems, each with a better and a worse response."""
+    return [preference(task, index, seed=seed) for index in range(count)]
+
+
 def solution(digits: Sequence[int]) -> str:
     """The faultless response to these digits."""
     sums = (np.cumsum(digits) % 10).tolist()
@@ -115,9 +149,12 @@ def _prompt(digits: Sequence[int]) -> str:
     return "Digit sum modulo ten:\n" + " ".join(map(str, digits))
 
 
+def _chain(steps: Sequence[tuple[int, int]]) -> str:
+    return "".join(f"+{digit}={running}" for digit, running in steps)
+
+
 def _response(steps: Sequence[tuple[int, int]], answer: int) -> str:
-    chain = "".join(f"+{digit}={running}" for digit, running in steps)
-    return f"<think>{chain}</think>\\boxed{{{answer}}}"
+    return f"<think>{_chain(steps)}</think>\\boxed{{{answer}}}"
 
 
 TASKS: dict[str, type[SumTask]] = {"running_sum": SumTask}

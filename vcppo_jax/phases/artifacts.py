@@ -27,7 +27,7 @@ from vcppo_jax.run.checkpoint import read_params
 
 BUILTIN = "builtin:"
 PARTS = {"actor": "model", "critic": "value_model"}
-PHASES_WITH = {"actor": ("rl", "sft"), "critic": ("rl", "value")}
+PHASES_WITH = {"actor": ("rl", "sft"), "critic": ("rl", "value", "reward")}
 
 
 @dataclasses.dataclass(frozen=True)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import jax
@@ -17,7 +17,7 @@ from vcppo_jax.phases.workspace import Workspace
 from vcppo_jax.rewards.score import Verdict, count_reasons, verify
 from vcppo_jax.rollout.engine import generate
 from vcppo_jax.rollout.sampling import Sampling
-from vcppo_jax.train.learner import Samples
+from vcppo_jax.train.minibatches import Samples, widen
 
 
 @dataclasses.dataclass
@@ -27,6 +27,8 @@ class ScoredRollout:
     records: list[PromptRecord]
     """[B], the record of each row."""
     samples: Samples
+    engine_logprobs: np.ndarray
+    """[B, T] float32, of the sampled tokens, as the engine computed them."""
     truncated: np.ndarray
     texts: list[str]
     verdicts: list[Verdict]
@@ -35,6 +37,30 @@ class ScoredRollout:
     def scores(self) -> np.ndarray:
         """[B] float32, +1 or -1."""
         return np.asarray([verdict.score for verdict in self.verdicts], np.float32)
+
+    def take(self, rows: np.ndarray) -> ScoredRollout:
+        """These rows, in their order."""
+        return ScoredRollout(
+            [self.records[i] for i in rows.tolist()],
+            self.samples.take(rows),
+            self.engine_logprobs[rows],
+            self.truncated[rows],
+            [self.texts[i] for i in rows.tolist()],
+            [self.verdicts[i] for i in rows.tolist()],
+        )
+
+    def join(self, other: ScoredRollout) -> ScoredRollout:
+        """These rows, then the other's."""
+        samples = self.samples.join(other.samples)
+        width = samples.responses.shape[1]
+        return ScoredRollout(
+            [*self.records, *other.records],
+            samples,
+            np.concatenate([widen(self.engine_logprobs, width), widen(other.engine_logprobs, width)]),
+            np.concatenate([self.truncated, other.truncated]),
+            [*self.texts, *other.texts],
+            [*self.verdicts, *other.verdicts],
+        )
 
     def metrics(self) -> Metrics:
         """Scores, accuracy, lengths and the share of each verdict, by verl's names."""
@@ -138,4 +164,60 @@ def collect(
         lengths,
         lambda count: workspace.shape_for(sampling.max_new_tokens, count),
     )
-    return ScoredRollout(rows, samples, truncated, texts, verdicts)
+    return ScoredRollout(rows, samples, np.asarray(rollout.logprobs), truncated, texts, verdicts)
+
+
+@dataclasses.dataclass
+class VariedRollout:
+    """What `collect_varied` gives."""
+
+    rollout: ScoredRollout
+    scores: np.ndarray
+    """[B] float32."""
+    position: int
+    """Where the next step's prompts begin."""
+    metrics: Metrics
+
+
+def collect_varied(
+    sample: Callable[[int, int], ScoredRollout],
+    score: Callable[[ScoredRollout], np.ndarray],
+    *,
+    position: int,
+    prompts: int,
+    group_size: int,
+    rounds: int,
+) -> VariedRollout:
+    """Dynamic sampling (DAPO, arXiv 2503.14476, section 3.2): `prompts` groups of scores not all equal.
+
+    `sample(round, position)` gives `prompts` groups for the prompts from `position` on; rounds follow until
+    there are enough or `rounds` are done. What then lacks is filled up with groups of equal scores, from
+    which a group-relative estimator learns nothing, so that a step has one size. Groups beyond `prompts` are
+    not used and not sampled again in this epoch.
+    """
+    pieces: list[tuple[ScoredRollout, np.ndarray]] = []
+    varied: list[int] = []
+    equal: list[int] = []
+    while len(varied) < prompts and len(pieces) < rounds:
+        rollout = sample(len(pieces), position)
+        scores = score(rollout)
+        position += prompts
+        groups = scores.reshape(-1, group_size)
+        varies = groups.max(axis=1) > groups.min(axis=1)
+        first = len(pieces) * prompts
+        varied += (first + np.flatnonzero(varies)).tolist()
+        equal += (first + np.flatnonzero(~varies)).tolist()
+        pieces.append((rollout, scores))
+    whole, all_scores = pieces[0]
+    for rollout, scores in pieces[1:]:
+        whole, all_scores = whole.join(rollout), np.concatenate([all_scores, scores])
+    filled = max(0, prompts - len(varied))
+    chosen = np.asarray([*varied[:prompts], *equal[:filled]])
+    rows = (chosen[:, None] * group_size + np.arange(group_size)).reshape(-1)
+    metrics: Metrics = {
+        "dynamic_sampling/rounds": len(pieces),
+        "dynamic_sampling/varied_share": len(varied) / (len(varied) + len(equal)),
+        "dynamic_sampling/filled": filled,
+        "dynamic_sampling/acc/mean": float((whole.scores > 0).mean()),
+    }
+    return VariedRollout(whole.take(rows), all_scores[rows], position, metrics)

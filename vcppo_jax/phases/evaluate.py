@@ -88,25 +88,26 @@ def mean_length(metrics: Metrics) -> float | None:
     return float(np.mean(found)) if found else None
 
 
+def last_policy(workspace: Workspace) -> tuple[Policy, str]:
+    """The run's last policy, and which it is: RL's, else the cold start's, else that of `model.path`."""
+    model = workspace.config.model
+    for phase in ("rl", "sft"):
+        if (workspace.run_dir / phase / "checkpoints").is_dir():
+            directory = workspace.run_dir / phase
+            return load_policy(
+                directory, compute_dtype=model.compute_dtype, remat=model.remat, mesh=workspace.mesh
+            ), phase
+    return workspace.base_policy(), model.path
+
+
 def run(workspace: Workspace) -> None:
-    """Evaluate the run's last policy: RL's, else the cold start's, else that of `model.path`."""
+    """Evaluate the run's last policy on held-out problems."""
     config = workspace.config
     records = workspace.records("validation")
     if not records:
         raise ConfigError("data.validation: evaluation needs held-out problems; set it to a file")
-    model = config.model
-    trained = [phase for phase in ("rl", "sft") if (workspace.run_dir / phase / "checkpoints").is_dir()]
-    if trained:
-        policy = load_policy(
-            workspace.run_dir / trained[0],
-            compute_dtype=model.compute_dtype,
-            remat=model.remat,
-            mesh=workspace.mesh,
-        )
-    else:
-        policy = workspace.base_policy()
+    policy, name = last_policy(workspace)
     phase_dir = workspace.begin("evaluate")
-    name = trained[0] if trained else config.model.path
     workspace.progress.start("evaluate", 1)
     timer = Timer()
     metrics, examples = evaluate_policy(

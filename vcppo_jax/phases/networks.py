@@ -6,6 +6,7 @@ import math
 from typing import Any
 
 from vcppo_jax.config import OptimizerSection
+from vcppo_jax.config_load import ConfigError
 from vcppo_jax.models.config import ModelConfig
 from vcppo_jax.models.networks import Policy, ValueModel
 from vcppo_jax.models.specs import weight_specs
@@ -64,15 +65,19 @@ def actor_learner(workspace: Workspace, model: ModelConfig) -> Learner:
     objective = PolicyObjective(
         config=model,
         temperature=config.rollout.temperature,
+        policy_loss=algorithm.policy_loss,
         clip_low=algorithm.clip_low,
         clip_high=algorithm.clip_high,
         dual_clip=algorithm.dual_clip,
-        kl_loss_coef=algorithm.kl_coef if algorithm.kl_in == "loss" else 0.0,
-        kl_kind=algorithm.kl_kind,
+        importance=algorithm.importance_correction != "none",
+        kl_kind=algorithm.kl_kind if algorithm.kl_coef > 0 and algorithm.kl_in != "reward" else None,
         entropy_coef=algorithm.entropy_coef,
+        positive_nll_coef=algorithm.positive_nll_coef,
+        sft_coef=algorithm.sft_coef,
     )
     samples = config.rl.prompts_per_step * config.rollout.n
-    updates = updates_in(config.rl.steps, samples, config.rl.mini_batch_size, config.actor.epochs)
+    steps = config.rl.steps - config.rl.critic_warmup_steps
+    updates = updates_in(steps, samples, config.rl.mini_batch_size, config.actor.epochs)
     specs = weight_specs(model, head="lm")
     return learner(workspace, "actor", specs, objective, config.actor, updates=updates)
 
@@ -105,6 +110,13 @@ def starting_value_model(workspace: Workspace, policy: Policy, phase: str) -> tu
         find_model(path, "critic")
     elif section.init == "policy":
         return value_model_from_policy(policy, workspace.mesh, head_bias=section.head_bias)
+    elif section.init == "reward_model" and path is None:
+        path = workspace.run_dir / "reward"
+        if not (path / "summary.json").is_file():
+            raise ConfigError(
+                f"value_model.init=reward_model, but {path} holds no finished reward model; run "
+                "`vcppo reward` with this config first, or set value_model.path"
+            )
     return value_model_and_origin(
         path,
         compute_dtype=model.compute_dtype,

@@ -7,9 +7,11 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+from vcppo_jax.config import PHASES as ALL_PHASES
 from vcppo_jax.config import Config
-from vcppo_jax.phases import evaluate, rl, sft, value
+from vcppo_jax.phases import evaluate, grade, reward, rl, sft, value
 from vcppo_jax.phases.evaluate import accuracy, mean_length
+from vcppo_jax.phases.loop import Signals
 from vcppo_jax.phases.workspace import Workspace
 from vcppo_jax.run.metrics import read_metrics
 from vcppo_jax.run.progress import summary_table
@@ -17,18 +19,23 @@ from vcppo_jax.run.report import write_report
 
 PHASES: dict[str, Callable[[Workspace], None]] = {
     "sft": sft.run,
+    "reward": reward.run,
     "value": value.run,
     "rl": rl.run,
     "evaluate": evaluate.run,
+    "grade": grade.run,
 }
 
 
-def run_phases(config: Config, phases: tuple[str, ...], *, again: tuple[str, ...] = ()) -> Path:
+def run_phases(
+    config: Config, phases: tuple[str, ...], *, again: tuple[str, ...] = (), signals: Signals | None = None
+) -> Path:
     """Run the phases that are not finished, in order; the path of the report page.
 
-    Phases in `again` (evaluation, when it is asked for by name) run even if they are finished.
+    Phases in `again` (evaluation, when it is asked for by name) run even if they are finished. `signals`: as
+    in `Workspace`.
     """
-    with Workspace(config) as workspace:
+    with Workspace(config, signals) as workspace:
         for phase in phases:
             workspace.signals.check()
             if phase == "evaluate" and len(phases) > 1 and not workspace.has_validation:
@@ -52,9 +59,12 @@ def finished(phase_dir: Path) -> bool:
 
 
 def summary_rows(run_dir: Path) -> list[tuple[str, ...]]:
-    """One row per finished phase: name, steps, accuracy, length, value loss, explained variance."""
+    """One row per finished phase: name, steps, accuracy, length, value loss, explained variance.
+
+    A reward model's accuracy is that on held-out pairs.
+    """
     rows: list[tuple[str, ...]] = []
-    for phase in PHASES:
+    for phase in ALL_PHASES:
         if not finished(run_dir / phase):
             continue
         summary = json.loads((run_dir / phase / "summary.json").read_text(encoding="utf-8"))
@@ -67,7 +77,7 @@ def summary_rows(run_dir: Path) -> list[tuple[str, ...]]:
             (
                 phase,
                 str(summary.get("steps", "")),
-                _number(accuracy(last), ".1%"),
+                _number(last.get("held_out/acc", accuracy(last)), ".1%"),
                 _number(last.get("response_length/mean") if length is None else length, ".1f"),
                 _number(loss, ".4f"),
                 _number(variance, ".3f"),

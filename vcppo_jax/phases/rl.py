@@ -1,47 +1,33 @@
-"""RL: VC-PPO, and PPO and GRPO on the same code.
+"""RL: VC-PPO, and what it is compared with, on the same code.
 
-One step, in this order: rollout, scores, old and reference log-probs, values, advantages and returns, the
-critic's updates, the actor's.
+One step, in this order: rollout, scores, old and reference log-probs, rewards, values, advantages and
+returns, the critic's updates, the actor's.
 """
 
 from __future__ import annotations
 
-import functools
 from typing import Any
 
 import jax
 import numpy as np
 
+from vcppo_jax.algos.policy import importance_weights
+from vcppo_jax.algos.shaping import adaptive_kl_coef
 from vcppo_jax.data.prompts import RecordStream
 from vcppo_jax.models.networks import Policy
 from vcppo_jax.phases.artifacts import find_model, save_model_files
-from vcppo_jax.phases.collect import ScoredRollout, collect, rollout_sampling
+from vcppo_jax.phases.collect import ScoredRollout, VariedRollout, collect, collect_varied, rollout_sampling
 from vcppo_jax.phases.evaluate import accuracy, evaluate_policy
-from vcppo_jax.phases.loop import Meta, Metrics, StepResult, Timer, mean_infos
-from vcppo_jax.phases.networks import actor_learner, critic_learner, starting_value_model
+from vcppo_jax.phases.experience import advantage_settings, engine_metrics, make_experience, positions
+from vcppo_jax.phases.loop import Meta, Metrics, StepResult, Timer, mean_infos, write_json
+from vcppo_jax.phases.networks import actor_learner, critic_learner, starting_value_model, updates_in
+from vcppo_jax.phases.scoring import Rewards
+from vcppo_jax.phases.sft import demonstration_samples
 from vcppo_jax.phases.workspace import Workspace
-from vcppo_jax.train.experience import AdvantageSettings, build_experience, experience_metrics
 from vcppo_jax.train.learner import Learner, Scorer
+from vcppo_jax.train.minibatches import Samples, mini_batches
 from vcppo_jax.train.objectives import LogprobScore, ValueScore
 from vcppo_jax.types import Experience
-
-_experience = jax.jit(build_experience, static_argnames="settings")
-_metrics = jax.jit(experience_metrics)
-
-
-def make_experience(
-    settings: AdvantageSettings,
-    rollout: ScoredRollout,
-    old_logprobs: np.ndarray,
-    ref_logprobs: np.ndarray,
-    values: np.ndarray,
-) -> tuple[Experience, Metrics]:
-    """(experience as NumPy arrays [B, T], its metrics)."""
-    experience, raw = _experience(
-        rollout.scores, rollout.samples.mask, old_logprobs, ref_logprobs, values, settings=settings
-    )
-    metrics = {name: float(x) for name, x in jax.device_get(_metrics(experience, raw)).items()}
-    return jax.device_get(experience), metrics
 
 
 class RL:
@@ -69,15 +55,12 @@ class RL:
         )
         self.stream = RecordStream(workspace.records("train"), seed=self.config.seed)
         self.validation = workspace.records("validation") if self.config.rl.evaluate_every else []
-        self.settings = AdvantageSettings(
-            advantage=algorithm.advantage,
-            group_size=self.config.rollout.n,
-            gamma=algorithm.gamma,
-            lambda_actor=algorithm.lambda_actor,
-            lambda_critic=algorithm.lambda_critic,
-            whiten=algorithm.whiten_advantages,
-            kl_reward_coef=algorithm.kl_coef if algorithm.kl_in == "reward" else 0.0,
-            kl_kind=algorithm.kl_kind,
+        self.settings = advantage_settings(self.config)
+        self.rewards = Rewards(workspace)
+        self.demonstrations = (
+            RecordStream(workspace.demonstrations(), seed=self.config.seed)
+            if algorithm.sft_coef > 0
+            else None
         )
 
     def initial_state(self) -> Any:
@@ -118,15 +101,8 @@ class RL:
     def step(self, step: int, state: Any, meta: Meta) -> StepResult:
         """One step; `state`'s buffers are donated to the updates at its end."""
         timer, config = Timer(), self.config
-        rollout = collect(
-            self.workspace,
-            Policy(state["actor"].params, self.policy.config),
-            self.stream.take((step - 1) * config.rl.prompts_per_step, config.rl.prompts_per_step),
-            sampling=rollout_sampling(self.workspace),
-            key=self.workspace.key("rl", "rollout", step),
-            timer=timer,
-            interruptible=True,
-        )
+        collected = self._collect(step, state, meta.get("position", 0), timer)
+        rollout, meta = collected.rollout, meta | {"position": collected.position}
         packing = rollout.samples.pack()
         with timer("old_log_prob"):
             old_logprobs = self.score_logprobs(state["actor"].params, packing)
@@ -138,12 +114,22 @@ class RL:
         if self.critic is not None:
             with timer("values"):
                 values = self.score_values(state["critic"].params, packing)
+        kl_coef = meta.get("kl_coef", config.algorithm.kl_coef)
         with timer("adv"):
-            experience, statistics = make_experience(
-                self.settings, rollout, old_logprobs, ref_logprobs, values
+            rewards, meta, reward_metrics = self.rewards.shape(collected.scores, rollout, meta)
+            loss_mask = self.rewards.loss_mask(rollout)
+            experience, statistics, raw = make_experience(
+                self.settings, rollout, rewards, loss_mask, old_logprobs, ref_logprobs, values, kl_coef
             )
-        metrics = rollout.metrics() | self._relevant(statistics)
-        state, infos = self._update(step, state, rollout, experience, timer)
+        if step == 1 and self.critic is not None:
+            file = self.workspace.phase_dir("rl") / "positions.json"
+            write_json(file, positions(experience, raw, self.settings))
+        metrics = rollout.metrics() | collected.metrics | reward_metrics | self._relevant(statistics)
+        metrics |= engine_metrics(old_logprobs, rollout)
+        if self.reference is not None:
+            meta, kl_metrics = self._kl(old_logprobs, ref_logprobs, rollout, kl_coef, meta)
+            metrics |= kl_metrics
+        state, infos = self._update(step, state, rollout, experience, loss_mask, kl_coef, timer)
         metrics |= infos
         best = metrics["critic/score/mean"]
         if config.rl.evaluate_every and (step % config.rl.evaluate_every == 0 or step == config.rl.steps):
@@ -159,49 +145,136 @@ class RL:
             state, meta, metrics, rollout.examples(config.logging.samples_per_step), best_metric=best
         )
 
+    def _collect(self, step: int, state: Any, position: int, timer: Timer) -> VariedRollout:
+        """The step's rollout with its scores, from the prompts at `position` on."""
+        config, prompts = self.config, self.config.rl.prompts_per_step
+        policy = Policy(state["actor"].params, self.policy.config)
+
+        def sample(round_: int, at: int) -> ScoredRollout:
+            return collect(
+                self.workspace,
+                policy,
+                self.stream.take(at, prompts),
+                sampling=rollout_sampling(self.workspace),
+                key=self.workspace.key("rl", "rollout", step, *([round_] if round_ else [])),
+                timer=timer,
+                interruptible=True,
+            )
+
+        def score(rollout: ScoredRollout) -> np.ndarray:
+            with timer("reward"):
+                return self.rewards.scores(rollout)
+
+        if not config.rl.dynamic_sampling:
+            rollout = sample(0, position)
+            return VariedRollout(rollout, score(rollout), position + prompts, {})
+        return collect_varied(
+            sample,
+            score,
+            position=position,
+            prompts=prompts,
+            group_size=config.rollout.n,
+            rounds=config.rl.dynamic_sampling_rounds,
+        )
+
+    def _kl(
+        self, old: np.ndarray, ref: np.ndarray, rollout: ScoredRollout, kl_coef: float, meta: Meta
+    ) -> tuple[Meta, Metrics]:
+        """(meta with the next step's coefficient, metrics): KL to the reference, k1, mean over tokens."""
+        kl = float((old - ref)[rollout.samples.mask].mean())
+        metrics = {"critic/kl": kl, "critic/kl_coef": kl_coef}
+        algorithm = self.config.algorithm
+        if algorithm.kl_target is not None:
+            meta = meta | {
+                "kl_coef": adaptive_kl_coef(
+                    kl_coef,
+                    kl,
+                    target=algorithm.kl_target,
+                    horizon=algorithm.kl_horizon,
+                    samples=len(rollout.samples),
+                )
+            }
+        return meta, metrics
+
     def _relevant(self, statistics: Metrics) -> Metrics:
-        """Without a value model there are no values to report."""
+        """Without a value model there are no values, and no returns for them, to report."""
         if self.critic is not None:
             return statistics
-        return {k: v for k, v in statistics.items() if "/values/" not in k and "vf_" not in k}
+        unused = ("/values/", "/returns/", "vf_")
+        return {k: v for k, v in statistics.items() if not any(part in k for part in unused)}
 
     def _update(
-        self, step: int, state: Any, rollout: ScoredRollout, experience: Experience, timer: Timer
+        self,
+        step: int,
+        state: Any,
+        rollout: ScoredRollout,
+        experience: Experience,
+        loss_mask: np.ndarray,
+        kl_coef: float,
+        timer: Timer,
     ) -> tuple[Any, Metrics]:
-        config, new = self.config, {}
+        config, algorithm, new = self.config, self.config.algorithm, dict(state)
+        common: dict[str, Any] = {
+            "mini_batch_size": config.rl.mini_batch_size,
+            "norm_length": config.rollout.max_new_tokens,
+        }
         metrics: Metrics = {}
-        run = functools.partial(
-            Learner.epochs,
-            samples=rollout.samples,
-            mini_batch_size=config.rl.mini_batch_size,
-            where=f"rl step {step}",
-        )
         if self.critic is not None:
-            with timer("update_critic"):
-                new["critic"], infos = run(
-                    self.critic,
-                    state["critic"],
-                    fields={"returns": experience.returns, "old_values": experience.values},
-                    epochs=config.critic.epochs,
-                    aggregation=config.algorithm.value_aggregation,
-                    seed=(config.seed, step, 0),
-                )
-            metrics |= mean_infos(infos, "critic/")
-        fields = {"old_logprobs": experience.old_logprobs, "advantages": experience.advantages}
-        if self.reference is not None and config.algorithm.kl_in == "loss":
-            fields["ref_logprobs"] = experience.ref_logprobs
-        with timer("update_actor"):
-            new["actor"], infos = run(
-                self.actor,
-                state["actor"],
-                fields=fields,
-                epochs=config.actor.epochs,
-                aggregation=config.algorithm.aggregation,
-                seed=(config.seed, step, 1),
+            batches = mini_batches(
+                rollout.samples,
+                {"returns": experience.returns, "old_values": experience.values},
+                epochs=config.critic.epochs,
+                aggregation=algorithm.value_aggregation,
+                seed=(config.seed, step, 0),
+                **common,
             )
+            with timer("update_critic"):
+                new["critic"], infos = self.critic.steps(state["critic"], batches, f"rl step {step}")
+            metrics |= mean_infos(infos, "critic/")
+        if step <= config.rl.critic_warmup_steps:
+            return new, metrics
+        fields = {"old_logprobs": experience.old_logprobs, "advantages": experience.advantages}
+        kl_in_loss = self.reference is not None and algorithm.kl_in != "reward"
+        if kl_in_loss:
+            fields["ref_logprobs"] = experience.ref_logprobs
+        if algorithm.importance_correction != "none":
+            fields["importance"] = importance_weights(
+                experience.old_logprobs,
+                rollout.engine_logprobs,
+                rollout.samples.mask,
+                level=algorithm.importance_correction,
+                cap=algorithm.importance_cap,
+            )
+        batches = mini_batches(
+            rollout.samples,
+            fields,
+            epochs=config.actor.epochs,
+            aggregation=algorithm.aggregation,
+            seed=(config.seed, step, 1),
+            loss_mask=loss_mask,
+            kl_coef=kl_coef if kl_in_loss else None,
+            positive=rollout.scores > 0 if algorithm.positive_nll_coef > 0 else None,
+            demonstrations=self._demonstrations(step) if self.demonstrations is not None else None,
+            **common,
+        )
+        with timer("update_actor"):
+            new["actor"], infos = self.actor.steps(state["actor"], batches, f"rl step {step}")
         metrics |= mean_infos(infos, "actor/")
         metrics["actor/ratio_first_update"] = infos[0]["ratio_mean"]
         return new, metrics
+
+    def _demonstrations(self, step: int) -> Any:
+        """From the number of a mini-batch in this step to the demonstrations that join it."""
+        config, stream = self.config, self.demonstrations
+        assert stream is not None
+        samples = config.rl.prompts_per_step * config.rollout.n
+        before = updates_in(step - 1, samples, config.rl.mini_batch_size, config.actor.epochs)
+        size = config.algorithm.sft_batch_size
+
+        def take(number: int) -> Samples:
+            return demonstration_samples(self.workspace, stream.take((before + number) * size, size))
+
+        return take
 
 
 def run(workspace: Workspace) -> None:

@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
 
-from vcppo_jax.data.prompts import RecordStream
+from vcppo_jax.data.prompts import RecordStream, SFTExample
 from vcppo_jax.models.networks import Policy
 from vcppo_jax.models.specs import weight_specs
 from vcppo_jax.phases.artifacts import save_model_files
@@ -15,8 +16,22 @@ from vcppo_jax.phases.evaluate import evaluate_policy
 from vcppo_jax.phases.loop import Meta, StepResult, Timer, mean_infos
 from vcppo_jax.phases.networks import learner
 from vcppo_jax.phases.workspace import Workspace
-from vcppo_jax.train.learner import Samples
+from vcppo_jax.train.minibatches import Samples, mini_batches
 from vcppo_jax.train.objectives import SFTObjective
+
+
+def demonstration_samples(workspace: Workspace, examples: Sequence[SFTExample]) -> Samples:
+    """Demonstrations as prompts with responses, [B, rollout.max_new_tokens]."""
+    max_tokens = workspace.config.rollout.max_new_tokens
+    responses = np.zeros((len(examples), max_tokens), np.int32)
+    for row, example in zip(responses, examples):
+        row[: len(example.response_ids)] = example.response_ids
+    return Samples(
+        [example.prompt_ids for example in examples],
+        responses,
+        np.asarray([len(example.response_ids) for example in examples]),
+        lambda count: workspace.shape_for(max_tokens, count),
+    )
 
 
 def run(workspace: Workspace) -> None:
@@ -40,27 +55,17 @@ def run(workspace: Workspace) -> None:
     def step_function(step: int, state: Any, meta: Meta) -> StepResult:
         timer = Timer()
         examples = stream.take((step - 1) * section.batch_size, section.batch_size)
-        lengths = np.asarray([len(example.response_ids) for example in examples])
-        responses = np.zeros((len(examples), config.rollout.max_new_tokens), np.int32)
-        for row, example in zip(responses, examples):
-            row[: len(example.response_ids)] = example.response_ids
-        samples = Samples(
-            [example.prompt_ids for example in examples],
-            responses,
-            lengths,
-            lambda count: workspace.shape_for(config.rollout.max_new_tokens, count),
+        batches = mini_batches(
+            demonstration_samples(workspace, examples),
+            {},
+            epochs=1,
+            mini_batch_size=section.batch_size,
+            aggregation="token-mean",
+            norm_length=config.rollout.max_new_tokens,
+            seed=(config.seed, step),
         )
         with timer("update"):
-            actor_state, infos = actor.epochs(
-                state["actor"],
-                samples,
-                {},
-                epochs=1,
-                mini_batch_size=section.batch_size,
-                aggregation="token-mean",
-                seed=(config.seed, step),
-                where=f"sft step {step}",
-            )
+            actor_state, infos = actor.steps(state["actor"], batches, f"sft step {step}")
         metrics = {"sft/loss": infos[0]["loss"]} | mean_infos(infos, "sft/") | timer.metrics()
         return StepResult({"actor": actor_state}, meta, metrics, best_metric=-infos[0]["loss"])
 

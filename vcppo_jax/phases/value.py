@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 from typing import Any
 
 import numpy as np
@@ -11,12 +12,13 @@ from vcppo_jax.algos.masked import explained_variance
 from vcppo_jax.data.prompts import RecordStream
 from vcppo_jax.phases.artifacts import find_model, save_model_files
 from vcppo_jax.phases.collect import ScoredRollout, collect, rollout_sampling
+from vcppo_jax.phases.experience import advantage_settings, make_experience
 from vcppo_jax.phases.loop import Meta, Metrics, StepResult, Timer, mean_infos
 from vcppo_jax.phases.networks import critic_learner, starting_value_model
-from vcppo_jax.phases.rl import make_experience
+from vcppo_jax.phases.scoring import Rewards
 from vcppo_jax.phases.workspace import Workspace
-from vcppo_jax.train.experience import AdvantageSettings
 from vcppo_jax.train.learner import Scorer
+from vcppo_jax.train.minibatches import mini_batches
 from vcppo_jax.train.objectives import ValueScore
 
 
@@ -39,21 +41,22 @@ def settled(
 class HeldOut:
     """Rollouts of the frozen policy, sampled once, on which the value model is measured."""
 
-    def __init__(self, rollout: ScoredRollout, scorer: Scorer, gamma: float) -> None:
-        self._rollout, self._scorer = rollout, scorer
+    def __init__(self, rollout: ScoredRollout, scores: np.ndarray, scorer: Scorer, gamma: float) -> None:
+        self.rollout, self.scores, self._scorer = rollout, scores, scorer
         self._packing = rollout.samples.pack()
-        # The score sits on the last token: reward-to-go decays from it by gamma per token.
+        # The reward sits on the last token: reward-to-go decays from it by gamma per token.
         left = rollout.samples.lengths[:, None] - 1 - np.arange(rollout.samples.mask.shape[1])[None]
-        self._returns = rollout.scores[:, None] * gamma ** np.maximum(left, 0).astype(np.float32)
+        self._decay = gamma ** np.maximum(left, 0).astype(np.float32)
 
-    def measure(self, params: Any) -> Metrics:
-        """Value loss and explained variance."""
-        values, mask = self._scorer(params, self._packing), self._rollout.samples.mask
+    def measure(self, params: Any, rewards: np.ndarray) -> Metrics:
+        """Value loss and explained variance, with `rewards` [B] for the rollouts' `scores`."""
+        values, mask = self._scorer(params, self._packing), self.rollout.samples.mask
+        returns = rewards[:, None] * self._decay
         weights = token_weights(mask, aggregation="token-mean")
-        loss, _ = value_loss(values, None, self._returns, mask, clip=None, weights=weights)
+        loss, _ = value_loss(values, None, returns, mask, clip=None, weights=weights)
         return {
             "held_out/vf_loss": float(loss),
-            "held_out/vf_explained_var": float(explained_variance(values, self._returns, mask)),
+            "held_out/vf_explained_var": float(explained_variance(values, returns, mask)),
         }
 
 
@@ -73,20 +76,15 @@ def run(workspace: Workspace) -> None:
     records = workspace.records("train")
     stream = RecordStream(records, seed=config.seed)
     held_out_records = (workspace.records("validation") or records)[: section.held_out_prompts]
-    settings = AdvantageSettings(
-        advantage="gae",
-        group_size=config.rollout.n,
-        gamma=config.algorithm.gamma,
-        lambda_actor=config.algorithm.lambda_actor,
-        lambda_critic=1.0,  # Monte-Carlo returns, whatever RL uses later
-        whiten=False,
-        kl_reward_coef=0.0,
-        kl_kind=config.algorithm.kl_kind,
+    rewards = Rewards(workspace)
+    # Monte-Carlo returns, whatever RL uses later; the policy is its own reference, so there is no KL.
+    settings = dataclasses.replace(
+        advantage_settings(config), lambda_critic=1.0, whiten=False, kl_in_reward=False
     )
     sample = rollout_sampling(workspace)
     held_out: list[HeldOut] = []
 
-    def measure(state: Any) -> Metrics:
+    def measure(state: Any, meta: Meta) -> Metrics:
         if not held_out:
             rollout = collect(
                 workspace,
@@ -97,8 +95,10 @@ def run(workspace: Workspace) -> None:
                 timer=Timer(),
                 interruptible=False,
             )
-            held_out.append(HeldOut(rollout, scorer, config.algorithm.gamma))
-        return held_out[0].measure(state["critic"].params)
+            held_out.append(HeldOut(rollout, rewards.scores(rollout), scorer, config.algorithm.gamma))
+        kept = held_out[0]
+        shaped, _, _ = rewards.shape(kept.scores, kept.rollout, meta, learn=False)
+        return kept.measure(state["critic"].params, shaped)
 
     def step_function(step: int, state: Any, meta: Meta) -> StepResult:
         timer = Timer()
@@ -113,26 +113,29 @@ def run(workspace: Workspace) -> None:
         )
         with timer("values"):
             values = scorer(state["critic"].params, rollout.samples.pack())
-        zeros = np.zeros_like(values)
-        experience, statistics = make_experience(settings, rollout, zeros, zeros, values)
+        with timer("reward"):
+            shaped, meta, reward_metrics = rewards.shape(rewards.scores(rollout), rollout, meta)
+        experience, statistics, _ = make_experience(
+            settings, rollout, shaped, rollout.samples.mask, None, None, values, 0.0
+        )
+        batches = mini_batches(
+            rollout.samples,
+            {"returns": experience.returns, "old_values": values},
+            epochs=config.critic.epochs,
+            mini_batch_size=section.mini_batch_size,
+            aggregation=config.algorithm.value_aggregation,
+            norm_length=config.rollout.max_new_tokens,
+            seed=(config.seed, step),
+        )
         with timer("update_critic"):
-            critic_state, infos = critic.epochs(
-                state["critic"],
-                rollout.samples,
-                {"returns": experience.returns, "old_values": values},
-                epochs=config.critic.epochs,
-                mini_batch_size=section.mini_batch_size,
-                aggregation=config.algorithm.value_aggregation,
-                seed=(config.seed, step),
-                where=f"value step {step}",
-            )
+            critic_state, infos = critic.steps(state["critic"], batches, f"value step {step}")
         state = {"critic": critic_state}
-        metrics = rollout.metrics() | statistics
+        metrics = rollout.metrics() | reward_metrics | statistics
         metrics |= mean_infos(infos, "critic/")
         stop, loss = False, None
         if step % section.held_out_every == 0:
             with timer("held_out"):
-                metrics |= measure(state)
+                metrics |= measure(state, meta)
             loss = metrics["held_out/vf_loss"]
             history = [*meta.get("history", []), [loss, metrics["held_out/vf_explained_var"]]]
             meta = meta | {"history": history}
@@ -151,13 +154,16 @@ def run(workspace: Workspace) -> None:
         section.steps,
         best_mode="min",
         keep_steps=section.checkpoint_steps,
-        before=lambda state: (measure(state), []),
+        before=lambda state: (measure(state, {}), []),
     )
-    state, _, done = loop.run(
+    state, meta, done = loop.run(
         lambda: {"critic": critic.new_state(value_model.params)},
         {"critic": critic.abstract_state},
         step_function,
     )
     if done < section.steps:
         workspace.progress.message(f"value: settled after {done} steps")
-    workspace.finish("value", {"steps": done, "origin": origin, **measure(state)})
+    summary = {"steps": done, "origin": origin, **measure(state, meta)}
+    if "reward_moments" in meta:
+        summary["reward_moments"] = meta["reward_moments"]
+    workspace.finish("value", summary)

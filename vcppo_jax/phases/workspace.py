@@ -19,14 +19,16 @@ from vcppo_jax.config_load import ConfigError, dump_config
 from vcppo_jax.data.packing import PackShape, pack_shape
 from vcppo_jax.data.prompts import (
     LoadReport,
+    PreferencePair,
     PromptRecord,
     SFTExample,
+    preference_pairs,
     prompt_records,
     sft_examples,
     task_rows,
 )
 from vcppo_jax.data.records import Row, read_rows
-from vcppo_jax.data.tasks import TASKS, demonstrations, problems
+from vcppo_jax.data.tasks import TASKS, demonstrations, preferences, problems
 from vcppo_jax.data.tokenizer import eos_ids, load_tokenizer, pad_id
 from vcppo_jax.models.config import model_config
 from vcppo_jax.models.networks import Policy
@@ -41,22 +43,29 @@ TASK = "task:"
 
 # Sections whose keys change no result, or that another phase reads.
 NOT_COMPARED = {
-    "sft": {"value_model", "rollout", "algorithm", "actor", "critic", "value", "rl"},
-    "value": {"actor", "sft", "rl"},
-    "rl": {"sft", "value"},
-    "evaluate": {"sft", "value", "rl", "value_model", "algorithm", "actor", "critic"},
+    "sft": {
+        *("value_model", "rollout", "algorithm", "actor", "critic", "reward_model", "reward", "value", "rl"),
+    },
+    "reward": {"value_model", "rollout", "algorithm", "actor", "critic", "sft", "reward", "value", "rl"},
+    "value": {"actor", "sft", "reward_model", "rl"},
+    "rl": {"sft", "reward_model", "value"},
+    "evaluate": {
+        *("sft", "reward_model", "reward", "value", "rl", "value_model", "algorithm", "actor", "critic"),
+    },
 }
+NOT_COMPARED["grade"] = NOT_COMPARED["evaluate"]
 NEVER_COMPARED = {"run_dir", "phases", "mesh", "train", "evaluate", "verifier", "checkpoint", "logging"}
 
 
 class Workspace:
     """A run under way; a context manager that sets the mesh and ends the helpers."""
 
-    def __init__(self, config: Config) -> None:
+    def __init__(self, config: Config, signals: Signals | None = None) -> None:
+        """`signals` are those of a study, which has to stop with the run; None makes the run's own."""
         self.config = config
         self.run_dir = Path(config.run_dir)
         self.mesh: Mesh = make_mesh(config.mesh.model_dump())
-        self.signals = Signals()
+        self.signals = Signals() if signals is None else signals
         self.progress = Progress()
         self.verifier = VerifierPool(config.verifier.workers)
         self._stack = ExitStack()
@@ -113,6 +122,10 @@ class Workspace:
         if file.is_file():
             theirs = yaml.safe_load(file.read_text(encoding="utf-8"))
             skip = NOT_COMPARED[phase] | NEVER_COMPARED
+            if phase != "grade":
+                skip = skip | {"grade"}
+            if phase == "rl" and self.config.algorithm.sft_coef > 0:
+                skip = skip - {"sft"}  # its demonstrations are mixed into the updates
             changed = [
                 f"{section}.{key}" if isinstance(value, dict) else section
                 for section, value in ours.items()
@@ -259,6 +272,28 @@ class Workspace:
         )
         self._report(report)
         return examples
+
+    def pairs(self) -> list[PreferencePair]:
+        """The reward model's pairs; the built-in task has one for each training problem."""
+        config = self.config
+        if config.reward_model.data is not None:
+            name, rows = config.reward_model.data, read_rows(config.reward_model.data)
+        elif config.data.train.startswith(TASK):
+            name = config.data.train[len(TASK) :]
+            made = preferences(self.task(), config.data.task.train_problems, seed=config.seed)
+            rows = task_rows([p for p, *_ in made], source=name, pairs=[(good, bad) for _, good, bad in made])
+        else:
+            raise ConfigError("reward_model.data: expected a file of pairs")
+        pairs, report = preference_pairs(
+            rows,
+            self.tokenizer,
+            name=name,
+            max_prompt_tokens=config.data.max_prompt_tokens,
+            max_response_tokens=config.rollout.max_new_tokens,
+            system_prompt=config.data.system_prompt,
+        )
+        self._report(report)
+        return pairs
 
     def _report(self, report: LoadReport) -> None:
         self.progress.message(str(report))

@@ -1,21 +1,20 @@
-"""A network in training on a mesh: its compiled update, its scoring passes, its passes over mini-batches."""
+"""A network in training on a mesh: its compiled update and its scoring passes."""
 
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
 import jax
 import numpy as np
 import optax
 from jax.sharding import Mesh
-from jax.typing import ArrayLike
 
-from vcppo_jax.algos.losses import token_weights
-from vcppo_jax.data.packing import Packing, PackShape
+from vcppo_jax.data.packing import Packing
 from vcppo_jax.models.specs import is_spec, param_shardings
 from vcppo_jax.sharding import named_sharding
+from vcppo_jax.train.minibatches import MiniBatch
 from vcppo_jax.train.updates import (
     LossFunction,
     Params,
@@ -93,61 +92,15 @@ class Learner:
             )
         return state, numbers
 
-    def epochs(
-        self,
-        state: TrainState,
-        samples: Samples,
-        fields: Mapping[str, ArrayLike],
-        *,
-        epochs: int,
-        mini_batch_size: int,
-        aggregation: str,
-        seed: Sequence[int],
-        where: str,
+    def steps(
+        self, state: TrainState, batches: Iterable[MiniBatch], where: str
     ) -> tuple[TrainState, list[dict[str, float]]]:
-        """(state, info of every update) after `epochs` passes over the samples in random mini-batches.
-
-        `fields` are [B, T]. The order follows from `seed` alone, so a repeated step repeats it.
-        """
+        """(state, info of every update) after one update per mini-batch."""
         infos = []
-        rng = np.random.default_rng(list(seed))
-        for _ in range(epochs):
-            order = rng.permutation(len(samples.lengths))
-            for start in range(0, len(order), mini_batch_size):
-                chosen = order[start : start + mini_batch_size]
-                packing = samples.pack(chosen, mini_batch_size)
-                mask = samples.mask[chosen]
-                parts = {name: np.asarray(field)[chosen] for name, field in fields.items()}
-                parts["weights"] = np.asarray(token_weights(mask, aggregation=aggregation))
-                parts["token_mean"] = np.asarray(token_weights(mask, aggregation="token-mean"))
-                state, info = self.step(state, packing, parts, where)
-                infos.append(info)
+        for packing, fields in batches:
+            state, info = self.step(state, packing, fields, where)
+            infos.append(info)
         return state, infos
-
-
-class Samples:
-    """Prompts with responses, [B, T], that are packed whole or in parts."""
-
-    def __init__(
-        self,
-        prompts: Sequence[Sequence[int]],
-        responses: np.ndarray,
-        lengths: np.ndarray,
-        shape_for: Callable[[int], PackShape],
-    ) -> None:
-        self.prompts, self.responses, self.lengths = prompts, responses, lengths
-        self.mask = np.arange(responses.shape[1])[None] < lengths[:, None]
-        self._shape_for = shape_for
-
-    def pack(self, chosen: np.ndarray | None = None, capacity: int | None = None) -> Packing:
-        """The packing of the chosen samples (all when None), in a shape for `capacity` of them."""
-        indices = np.arange(len(self.lengths)) if chosen is None else np.asarray(chosen)
-        return Packing(
-            [self.prompts[i] for i in indices.tolist()],
-            self.responses[indices],
-            self.lengths[indices],
-            self._shape_for(len(indices) if capacity is None else capacity),
-        )
 
 
 class Scorer:

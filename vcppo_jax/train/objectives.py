@@ -10,7 +10,8 @@ import dataclasses
 
 import jax
 
-from vcppo_jax.algos.losses import kl_penalty, policy_loss, value_loss, weighted_sum
+from vcppo_jax.algos.losses import kl_penalty, value_loss, weighted_sum
+from vcppo_jax.algos.policy import POLICY_LOSSES
 from vcppo_jax.models.config import ModelConfig
 from vcppo_jax.models.decoder import hidden_states
 from vcppo_jax.models.heads import token_logprobs, token_values
@@ -61,23 +62,32 @@ class ValueScore:
 
 @dataclasses.dataclass(frozen=True)
 class PolicyObjective:
-    """PPO's clipped objective, with a KL loss and an entropy bonus where their weights are not 0."""
+    """The clipped objective, and the terms beside it whose weights are not 0.
+
+    Reads `old_logprobs` and `advantages`, and what the terms need: `importance` (multiplies the clipped
+    objective's weights), `ref_logprobs` with `kl_weights`, `positive_weights`, `sft_weights`.
+    """
 
     config: ModelConfig
     temperature: float
+    policy_loss: str
+    """A key of `POLICY_LOSSES`."""
     clip_low: float
     clip_high: float
     dual_clip: float | None
-    kl_loss_coef: float
-    kl_kind: str
+    importance: bool
+    kl_kind: str | None
+    """The estimator of the KL loss; None without one. `kl_weights` has the coefficient, which may adapt."""
     entropy_coef: float
+    positive_nll_coef: float
+    sft_coef: float
 
     def __call__(self, params: Params, batch: PackedBatch) -> tuple[jax.Array, Info]:
-        """(loss, info) of one micro-batch; reads old_logprobs, advantages and, for the KL, ref_logprobs."""
+        """(loss, info) of one micro-batch."""
         fields = batch.fields
         weights, token_mean = fields["weights"], fields["token_mean"]
         logprobs, entropy = packed_logprobs(params, self.config, batch, temperature=self.temperature)
-        loss, info = policy_loss(
+        loss, info = POLICY_LOSSES[self.policy_loss](
             logprobs,
             fields["old_logprobs"],
             fields["advantages"],
@@ -85,16 +95,23 @@ class PolicyObjective:
             clip_low=self.clip_low,
             clip_high=self.clip_high,
             dual_clip=self.dual_clip,
-            weights=weights,
+            weights=weights * fields["importance"] if self.importance else weights,
             info_weights=token_mean,
+            segment_ids=batch.segment_ids,
         )
         info = info | {"pg_loss": loss, "entropy": weighted_sum(entropy, token_mean)}
         if self.entropy_coef:
             loss = loss - self.entropy_coef * weighted_sum(entropy, weights)
-        if self.kl_loss_coef:
+        if self.kl_kind is not None:
             kl = kl_penalty(logprobs, fields["ref_logprobs"], kind=self.kl_kind, mask=batch.mask)
-            loss = loss + self.kl_loss_coef * weighted_sum(kl, weights)
+            loss = loss + weighted_sum(kl, fields["kl_weights"])
             info = info | {"kl_loss": weighted_sum(kl, token_mean)}
+        if self.positive_nll_coef:
+            nll = weighted_sum(-logprobs, fields["positive_weights"])
+            loss, info = loss + self.positive_nll_coef * nll, info | {"positive_nll": nll}
+        if self.sft_coef:
+            nll = weighted_sum(-logprobs, fields["sft_weights"])
+            loss, info = loss + self.sft_coef * nll, info | {"sft_loss": nll}
         return loss, info
 
 
@@ -130,3 +147,18 @@ class SFTObjective:
         logprobs, entropy = packed_logprobs(params, self.config, batch, temperature=1.0)
         loss = weighted_sum(-logprobs, batch.fields["weights"])
         return loss, {"entropy": weighted_sum(entropy, batch.fields["token_mean"])}
+
+
+@dataclasses.dataclass(frozen=True)
+class ScoreObjective:
+    """The sum of `score_gradients` times the value at each place; its gradient is that of a loss of scores.
+
+    A loss that compares sequences is no sum over them. Its derivative by each score, taken beforehand at
+    these parameters, is a constant here, so the sequences may lie in different micro-batches.
+    """
+
+    config: ModelConfig
+
+    def __call__(self, params: Params, batch: PackedBatch) -> tuple[jax.Array, Info]:
+        """(sum, no info) of one micro-batch."""
+        return weighted_sum(packed_values(params, self.config, batch), batch.fields["score_gradients"]), {}
