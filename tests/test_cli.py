@@ -80,7 +80,7 @@ def test_help_shows_defaults_as_they_are_written(capsys):
         "run_dir  (required)",
         "algorithm.lambda_actor  (default 0.95)",
         "algorithm.dual_clip  (default null)",
-        "algorithm.whiten_advantages  (default true)",
+        "algorithm.whiten_advantages  (default null)",
         "phases  (default [sft, value, rl, evaluate])",
     ):
         assert shown in text

@@ -4,7 +4,7 @@ import json
 
 import numpy as np
 import pytest
-from tiny_run import compiled_programs_kept, tiny_config, whole_run
+from tiny_run import tiny_config, whole_run
 
 import vcppo_jax as vc
 from vcppo_jax.config_load import ConfigError
@@ -22,12 +22,6 @@ RL_NAMES = {
     "critic/advantages/decile_0", "critic/values/decile_9", "response_length/mean",
     "response_length/clip_ratio", "timing_s/step", "perf/throughput", "perf/total_num_tokens",
 }  # fmt: skip
-
-
-@pytest.fixture(scope="module", autouse=True)
-def programs(tmp_path_factory):
-    with compiled_programs_kept(tmp_path_factory.getbasetemp() / "programs") as directory:
-        yield directory
 
 
 @pytest.fixture(scope="module")

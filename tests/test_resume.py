@@ -14,7 +14,7 @@ import jax
 import numpy as np
 import pytest
 from etils import epath
-from tiny_run import compiled_programs_kept, tiny_config, whole_run, write_config
+from tiny_run import tiny_config, whole_run, write_config
 
 from vcppo_jax.cli import main
 from vcppo_jax.phases.pipeline import run_phases
@@ -27,25 +27,14 @@ VARYING = ("timing_s/", "perf/throughput")
 
 
 @pytest.fixture(scope="module")
-def programs(tmp_path_factory):
-    with compiled_programs_kept(tmp_path_factory.getbasetemp() / "programs") as directory:
-        yield directory
-
-
-@pytest.fixture(scope="module")
-def uninterrupted(tmp_path_factory, programs):
+def uninterrupted(tmp_path_factory):
     return whole_run(tmp_path_factory.getbasetemp())
 
 
-def start(directory: Path, programs: Path) -> subprocess.Popen:
+def start(directory: Path) -> subprocess.Popen:
     """`vcppo run` of the tiny run in a process of its own, with as many devices as this one."""
-    env = os.environ | {
-        "JAX_COMPILATION_CACHE_DIR": str(programs),
-        "JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS": "0",
-        "JAX_PERSISTENT_CACHE_MIN_ENTRY_SIZE_BYTES": "-1",
-    }
     command = [sys.executable, "-u", "-m", "vcppo_jax.cli", "run", str(write_config(directory))]
-    return subprocess.Popen(command, env=env, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
+    return subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
 
 
 def has_checkpoint(directory: Path, phase: str) -> bool:
@@ -107,15 +96,13 @@ def assert_same(directory: Path, reference: Path, phase: str) -> None:
     assert rest == expected_rest
 
 
-def test_a_run_stopped_in_every_phase_ends_as_one_that_never_stopped(
-    tmp_path, programs, uninterrupted, capsys
-):
-    process = start(tmp_path, programs)
+def test_a_run_stopped_in_every_phase_ends_as_one_that_never_stopped(tmp_path, uninterrupted, capsys):
+    process = start(tmp_path)
     output = stop(process, signal.SIGKILL, tmp_path, "sft")
     assert process.returncode == -signal.SIGKILL, output
     assert finished_phases(tmp_path) == []
 
-    process = start(tmp_path, programs)
+    process = start(tmp_path)
     output = stop(process, signal.SIGTERM, tmp_path, "value")
     assert process.returncode == 128 + signal.SIGTERM, output
     assert "sft: resumed after step" in output

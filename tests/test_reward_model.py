@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 from tiny_networks import assert_trees_close, random_params, random_tokens
 from tiny_networks import tiny_config as tiny_model
-from tiny_run import compiled_programs_kept, tiny_config
+from tiny_run import on_one_device, tiny_config
 
 import vcppo_jax as vc
 from vcppo_jax.cli import main
@@ -35,7 +35,6 @@ from vcppo_jax.phases.reward import (
 from vcppo_jax.phases.workspace import Workspace
 from vcppo_jax.run.checkpoint import read_params
 from vcppo_jax.run.metrics import read_metrics
-from vcppo_jax.sharding import make_mesh
 from vcppo_jax.train.minibatches import Samples
 from vcppo_jax.train.objectives import ScoreObjective, ValueScore
 from vcppo_jax.train.updates import accumulate, score_tokens
@@ -188,16 +187,10 @@ def test_the_gradient_in_two_passes_is_that_of_the_bradley_terry_loss():
 
 
 @pytest.fixture(scope="module", autouse=True)
-def programs(tmp_path_factory):
-    """One device, for which the programs compile in half the time, and those are kept."""
-    with (
-        compiled_programs_kept(tmp_path_factory.getbasetemp() / "programs") as directory,
-        pytest.MonkeyPatch.context() as patch,
-    ):
-        patch.setattr(
-            "vcppo_jax.phases.workspace.make_mesh", lambda sizes: make_mesh(sizes, jax.devices()[:1])
-        )
-        yield directory
+def _one_device():
+    with pytest.MonkeyPatch.context() as patch:
+        on_one_device(patch)
+        yield
 
 
 @pytest.fixture(scope="module")

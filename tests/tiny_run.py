@@ -1,13 +1,10 @@
 """A run of the built-in task that takes seconds: the same phases and code as the quickstart, three digits."""
 
 import functools
-from collections.abc import Iterator
-from contextlib import contextmanager
 from pathlib import Path
 
 import jax
 import pytest
-from jax.experimental.compilation_cache import compilation_cache
 
 from vcppo_jax.config import Config
 from vcppo_jax.config_load import load_config
@@ -60,25 +57,3 @@ def whole_run(base: Path) -> Path:
     config = tiny_config(directory)
     assert run_phases(config, config.phases) == directory / "run" / "report.html"
     return directory
-
-
-@contextmanager
-def compiled_programs_kept(directory: Path) -> Iterator[Path]:
-    """In the block, JAX keeps compiled programs in `directory`: most of a tiny run's time is compiling."""
-    settings = {
-        "jax_compilation_cache_dir": str(directory),
-        "jax_persistent_cache_min_compile_time_secs": 0.0,
-        "jax_persistent_cache_min_entry_size_bytes": -1,
-    }
-    before = {name: jax.config.values[name] for name in settings}
-    _configure(settings)
-    try:
-        yield directory
-    finally:
-        _configure(before)
-
-
-def _configure(settings: dict[str, object]) -> None:
-    for name, value in settings.items():
-        jax.config.update(name, value)
-    compilation_cache.reset_cache()  # JAX looks at the directory once

@@ -12,31 +12,34 @@ from pathlib import Path
 COMMANDS = {
     "run": "all phases that the config lists, in order; picks up where it stopped",
     "sft": "cold start: imitate demonstrations",
+    "reward": "reward model: learn from pairs which of two responses is the better",
     "value": "value-pretraining: train the value model alone, the policy frozen",
-    "rl": "reinforcement learning: VC-PPO, PPO or GRPO",
+    "rl": "reinforcement learning: VC-PPO and the algorithms of configs/algorithms",
     "evaluate": "evaluate on held-out problems",
+    "study": "several arms and seeds, and one page of them; picks up where it stopped",
     "export": "write a trained model as a Hugging Face directory",
     "report": "write the report page of a run again",
 }
 SECTIONS = {
     "sft": ("model", "mesh", "data", "sft", "train", "evaluate", "checkpoint", "logging"),
-    "evaluate": ("model", "mesh", "data", "rollout", "evaluate", "verifier", "logging"),
+    "reward": ("model", "mesh", "data", "rollout", "reward_model", "train", "checkpoint", "logging"),
+    "evaluate": ("model", "mesh", "data", "rollout", "evaluate", "grade", "verifier", "logging"),
     "value": (
-        *("model", "value_model", "mesh", "data", "rollout", "algorithm", "critic", "value", "train"),
-        *("verifier", "checkpoint", "logging"),
+        *("model", "value_model", "mesh", "data", "rollout", "reward", "algorithm", "critic"),
+        *("value", "train", "verifier", "checkpoint", "logging"),
     ),
     "rl": (
-        *("model", "value_model", "mesh", "data", "rollout", "algorithm", "actor", "critic", "rl", "train"),
-        *("evaluate", "verifier", "checkpoint", "logging"),
+        *("model", "value_model", "mesh", "data", "rollout", "reward", "algorithm", "actor", "critic", "rl"),
+        *("sft", "train", "evaluate", "verifier", "checkpoint", "logging"),
     ),
 }
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Entry point; returns the exit status: 0, 1 for a user's error, 128 + signal when interrupted."""
-    args = build_parser().parse_args(arguments)
+    args = parse(arguments)
     try:
-        return _export(args) if args.command == "export" else _dispatch(args)
+        return {"export": _export, "study": _study}.get(args.command, _dispatch)(args)
     except KeyboardInterrupt:
         print("vcppo: interrupted", file=sys.stderr)
         return 130
@@ -50,12 +53,23 @@ def main(arguments: Sequence[str] | None = None) -> int:
         return 1
 
 
+def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
+    """The command line, with overrides before and behind options alike (argparse alone takes one place)."""
+    parser = build_parser()
+    args, rest = parser.parse_known_args(arguments)
+    if rest and (not hasattr(args, "overrides") or any(word.startswith("-") for word in rest)):
+        parser.error(f"unrecognized arguments: {' '.join(rest)}")
+    if rest:
+        args.overrides = [*args.overrides, *rest]
+    return args
+
+
 def build_parser() -> argparse.ArgumentParser:
     """The command line's grammar and help."""
     parser = argparse.ArgumentParser(
         prog="vcppo",
         description="Value-Calibrated PPO for reasoning models, in JAX.",
-        epilog="`vcppo rl --help` (or sft, value, evaluate, run) explains every key of the configuration.",
+        epilog="`vcppo rl --help` (or sft, reward, value, evaluate, run) explains every configuration key.",
     )
     commands = parser.add_subparsers(dest="command", required=True, metavar="COMMAND")
     for name, text in COMMANDS.items():
@@ -64,7 +78,7 @@ def build_parser() -> argparse.ArgumentParser:
             help=text,
             description=text[0].upper() + text[1:] + ".",
             formatter_class=argparse.RawDescriptionHelpFormatter,
-            epilog=_LazyKeys(name) if name in SECTIONS or name == "run" else None,
+            epilog=_LazyKeys(name) if name in SECTIONS or name in ("run", "study") else None,
         )
         if name == "export":
             command.add_argument("run", metavar="RUN", help="a run, a phase of it, or PHASE/checkpoints/STEP")
@@ -73,7 +87,18 @@ def build_parser() -> argparse.ArgumentParser:
             command.add_argument("--value-model", action="store_true", help="export the value model instead")
         elif name == "report":
             command.add_argument("run", metavar="RUN", help="directory of the run")
+        elif name == "study":
+            command.add_argument("studies", metavar="STUDY", nargs="+", help="YAML file of a study")
+            command.add_argument(
+                "--page", action="store_true", help="write the page from what is there; run nothing"
+            )
         else:
+            if name == "evaluate":
+                command.add_argument(
+                    "--grade",
+                    action="store_true",
+                    help="instead, split the training prompts into easy, medium and hard by their pass rate",
+                )
             command.add_argument("config", metavar="CONFIG", help="YAML file")
             command.add_argument(
                 "overrides",
@@ -105,8 +130,16 @@ def describe_keys(command: str) -> str:
 
     from vcppo_jax.config_load import iterate_keys
 
-    lines = ["keys of the configuration (set in the file, or as key.sub=value):", ""]
-    for key, field in iterate_keys():
+    if command == "study":
+        from vcppo_jax.config_study import study_keys
+
+        lines, keys = ["keys of a study's file:", ""], study_keys()
+    else:
+        lines, keys = (
+            ["keys of the configuration (set in the file, or as key.sub=value):", ""],
+            iterate_keys(),
+        )
+    for key, field in keys:
         section = key.partition(".")[0]
         if "." in key and command in SECTIONS and section not in SECTIONS[command]:
             continue
@@ -140,12 +173,29 @@ def _dispatch(args: argparse.Namespace) -> int:
     from vcppo_jax.phases.loop import Interrupted
     from vcppo_jax.phases.pipeline import run_phases
 
-    phases = config.phases if args.command == "run" else (args.command,)
+    phases: tuple[str, ...] = config.phases if args.command == "run" else (args.command,)
+    if args.command == "evaluate" and args.grade:
+        phases = ("grade",)
     try:
-        report = run_phases(config, phases, again=("evaluate",) if args.command == "evaluate" else ())
+        report = run_phases(config, phases, again=phases if args.command == "evaluate" else ())
     except Interrupted as interrupted:
         return 128 + interrupted.signum
     print(f"report: {report}")
+    return 0
+
+
+def _study(args: argparse.Namespace) -> int:
+    _configure_jax()
+    from vcppo_jax.phases.loop import Interrupted
+    from vcppo_jax.phases.study import read_study, run_study, write_page
+
+    plans = [read_study(file) for file in args.studies]  # all of them are right before the first one runs
+    for plan in plans:
+        try:
+            page = write_page(plan) if args.page else run_study(plan)
+        except Interrupted as interrupted:
+            return 128 + interrupted.signum
+        print(f"page: {page}")
     return 0
 
 

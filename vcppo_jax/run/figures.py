@@ -10,10 +10,11 @@ import html
 import io
 import math
 import re
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 import matplotlib
+from matplotlib.axes import Axes
 from matplotlib.backends.backend_svg import FigureCanvasSVG
 from matplotlib.figure import Figure
 from matplotlib.ticker import MaxNLocator, PercentFormatter
@@ -30,7 +31,7 @@ _VARIABLES = {
     "#0a0b23": "var(--late)",
 }
 """Colours that matplotlib draws with, and what stands in their place in the page."""
-_INK, _GRID, *_COLOURS = _VARIABLES
+INK, GRID, *_COLOURS = _VARIABLES
 CATEGORIES, SEQUENCE = tuple(_COLOURS[:4]), tuple(_COLOURS[4:])
 _SIZE_INCHES = (4.7, 2.75)
 _MARKERS_UP_TO = 12
@@ -76,45 +77,55 @@ def line_chart(
                 line.x, line.y, color=colour, label=line.label, linewidth=1.6, marker=marker, markersize=3.2
             )
         if zero_line:
-            axes.axhline(0.0, color=_INK, linewidth=0.7, alpha=0.5, zorder=1)
-        for side in ("top", "right", "left"):
-            axes.spines[side].set_visible(False)
-        axes.spines["bottom"].set_color(_GRID)
-        axes.grid(axis="y", color=_GRID, linewidth=0.8)
-        axes.set_axisbelow(True)
-        axes.tick_params(colors=_INK, length=0)
-        axes.set_xlabel(xlabel, color=_INK)
-        axes.set_ylabel(ylabel, color=_INK)
-        axes.xaxis.set_major_locator(MaxNLocator(nbins=7, integer=True, steps=[1, 2, 5, 10]))
-        axes.yaxis.set_major_locator(MaxNLocator(nbins=5))
+            axes.axhline(0.0, color=INK, linewidth=0.7, alpha=0.5, zorder=1)
+        style_axes(axes, xlabel, ylabel, percent=percent)
         if xlimits is not None:
             axes.set_xlim(*xlimits)
         if from_zero:
             axes.set_ylim(bottom=0.0)
-        if percent:
-            axes.yaxis.set_major_formatter(PercentFormatter(xmax=1.0))
         if len(series) > 1:
             figure.legend(
-                loc="outside upper left", ncols=len(series), frameon=False, labelcolor=_INK, handlelength=1.4
+                loc="outside upper left", ncols=len(series), frameon=False, labelcolor=INK, handlelength=1.4
             )
         buffer = io.StringIO()
         figure.savefig(buffer, format="svg", transparent=True, metadata={"Date": None, "Creator": None})
-    return _inline(buffer.getvalue(), identity, _describe(series, xlabel, ylabel, percent))
+    return inline_svg(
+        buffer.getvalue(), identity, describe_lines(series, xlabel, ylabel, percent), _VARIABLES
+    )
 
 
-def _inline(svg: str, identity: str, description: str) -> str:
-    """A stand-alone SVG file as an element for the page: no header, own ids, scalable, described in text."""
+def style_axes(axes: Axes, xlabel: str, ylabel: str, *, percent: bool) -> None:
+    """Give axes the look of all figures: labels, whole numbers on x, faint horizontal lines, no frame."""
+    for side in ("top", "right", "left"):
+        axes.spines[side].set_visible(False)
+    axes.spines["bottom"].set_color(GRID)
+    axes.grid(axis="y", color=GRID, linewidth=0.8)
+    axes.set_axisbelow(True)
+    axes.tick_params(colors=INK, length=0)
+    axes.set_xlabel(xlabel, color=INK)
+    axes.set_ylabel(ylabel, color=INK)
+    axes.xaxis.set_major_locator(MaxNLocator(nbins=7, integer=True, steps=[1, 2, 5, 10]))
+    axes.yaxis.set_major_locator(MaxNLocator(nbins=5))
+    if percent:
+        axes.yaxis.set_major_formatter(PercentFormatter(xmax=1.0))
+
+
+def inline_svg(svg: str, identity: str, description: str, variables: Mapping[str, str]) -> str:
+    """A stand-alone SVG file as an element for the page: no header, own ids, scalable, described in text.
+
+    `variables` maps each colour that the figure was drawn with (`#0a0b..`) to what the page has for it.
+    """
     svg = svg[svg.index("<svg") :]
     svg = re.sub(r"<metadata>.*?</metadata>", "", svg, flags=re.DOTALL)
     svg = re.sub(r'\bid="', f'id="{identity}-', svg)
     svg = re.sub(r'(url\(#|href="#)', rf"\g<1>{identity}-", svg)
-    svg = re.sub(r"#0a0b[0-9a-f]{2}", lambda match: _VARIABLES[match[0]], svg)
+    svg = re.sub(r"#0a0b[0-9a-f]{2}", lambda match: variables[match[0]], svg)
     head, body = svg.split(">", 1)
     head = re.sub(r'\s(width|height)="[^"]*"', "", head)
     return f'{head} role="img" aria-label="{html.escape(description)}">{body}'
 
 
-def _describe(series: Sequence[Series], xlabel: str, ylabel: str, percent: bool) -> str:
+def describe_lines(series: Sequence[Series], xlabel: str, ylabel: str, percent: bool) -> str:
     """One sentence per line: where it starts and where it ends."""
 
     def show(value: float) -> str:

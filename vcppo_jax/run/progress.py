@@ -22,9 +22,9 @@ from rich.table import Table
 from rich.text import Text
 
 KEY_METRICS: tuple[tuple[str, tuple[str, ...], str], ...] = (
-    ("loss", ("sft/loss",), ".4g"),
+    ("loss", ("sft/loss", "reward/loss"), ".4g"),
     ("score", ("critic/score/mean",), "+.3f"),
-    ("acc", ("critic/acc/mean", "sft/accuracy"), ".1%"),
+    ("acc", ("critic/acc/mean", "sft/accuracy", "reward/acc"), ".1%"),
     ("held-out acc", ("val-core/",), ".1%"),
     ("length", ("response_length/mean",), ".1f"),
     ("value loss", ("critic/vf_loss",), ".4g"),

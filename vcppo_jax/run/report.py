@@ -25,12 +25,13 @@ from vcppo_jax.run.report_samples import pick_samples
 
 PHASES = {
     "sft": "Cold start",
+    "reward": "Reward model",
     "value": "Value-pretraining",
     "rl": "Reinforcement learning",
     "evaluate": "Evaluation",
 }
 """Phase directory -> title, in the order of the page."""
-_SAMPLES_PER_STEP = {"sft": 2, "value": 1, "rl": 2, "evaluate": 6}
+_SAMPLES_PER_STEP = {"sft": 2, "reward": 0, "value": 1, "rl": 2, "evaluate": 6}
 
 
 @dataclass(frozen=True)
@@ -163,6 +164,8 @@ def headline(phases: Mapping[str, PhaseRecord]) -> list[Tile]:
             tiles.append(
                 Tile(label, form.format(first), form.format(last), f"{note} {first_step} and {last_step}")
             )
+    if (accuracy := phases.get("reward", PhaseRecord("reward")).summary.get("held_out/acc")) is not None:
+        tiles.append(Tile("Reward model's accuracy", None, f"{accuracy:.1%}", "held-out pairs"))
     return tiles
 
 
@@ -229,7 +232,12 @@ def _metric_table(metrics: Sequence[Mapping[str, Any]]) -> list[tuple[str, str, 
     return [(name, f"{first[name]:.6g}", f"{last[name]:.6g}") for name in first]
 
 
-_STEPS_PLANNED = {"sft": ("sft", "steps"), "value": ("value", "steps"), "rl": ("rl", "steps")}
+_STEPS_PLANNED = {
+    "sft": ("sft", "steps"),
+    "reward": ("reward_model", "steps"),
+    "value": ("value", "steps"),
+    "rl": ("rl", "steps"),
+}
 
 
 def missing(run_dir: Path, config: Mapping[str, Any], phases: Mapping[str, PhaseRecord]) -> list[str]:
@@ -300,14 +308,9 @@ def write_report(run_dir: str | os.PathLike[str]) -> Path:
         raise FileNotFoundError(f"{run_dir}: expected the directory of a run")
     config_text, config = _read_config(run_dir)
     phases = {name: read_phase(run_dir / name) for name in PHASES if (run_dir / name).is_dir()}
-    environment = jinja2.Environment(
-        loader=jinja2.FileSystemLoader(Path(__file__).parent / "templates"),
-        autoescape=True,
-        undefined=jinja2.StrictUndefined,
-        trim_blocks=True,
-        lstrip_blocks=True,
-    )
-    page = environment.get_template("report.html.j2").render(
+    return write_page(
+        run_dir / "report.html",
+        "report.html.j2",
         run=run_dir.resolve().name,
         written=datetime.datetime.now(datetime.UTC).strftime("%Y-%m-%d %H:%M UTC"),
         model=(config.get("model") or {}).get("path"),
@@ -316,8 +319,21 @@ def write_report(run_dir: str | os.PathLike[str]) -> Path:
         phases=[_phase_view(record) for record in phases.values()],
         config=config_text,
     )
-    path = run_dir / "report.html"
-    partial = path.with_name("report.html.partial")
-    partial.write_bytes(page.encode("utf-8", errors="replace"))
+
+
+def write_page(path: Path, template: str, **values: Any) -> Path:
+    """Write `path` from a template of this package, whole or not at all; returns it.
+
+    Values are escaped where the template's name has `.html`.
+    """
+    environment = jinja2.Environment(
+        loader=jinja2.FileSystemLoader(Path(__file__).parent / "templates"),
+        autoescape=".html" in template,
+        undefined=jinja2.StrictUndefined,
+        trim_blocks=True,
+        lstrip_blocks=True,
+    )
+    partial = path.with_name(f"{path.name}.partial")
+    partial.write_bytes(environment.get_template(template).render(values).encode("utf-8", errors="replace"))
     os.replace(partial, path)
     return path

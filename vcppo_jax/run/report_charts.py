@@ -83,6 +83,26 @@ CHARTS: dict[str, tuple[Chart | DecileChart, ...]] = {
         Chart("Accuracy of the next token", "share of tokens", (("sft/accuracy", "accuracy"),), percent=True),
         Chart("Gradient norm", "norm", (("sft/grad_norm", "norm"),)),
     ),
+    "reward": (
+        Chart(
+            "Loss",
+            "−log σ(chosen − rejected)",
+            (("reward/loss", "training"), ("held_out/loss", "held-out pairs")),
+        ),
+        Chart(
+            "Pairs in the right order",
+            "share of pairs",
+            (("reward/acc", "training"), ("held_out/acc", "held-out pairs")),
+            percent=True,
+        ),
+        Chart(
+            "Margin",
+            "chosen − rejected",
+            (("reward/margin", "training"), ("held_out/margin", "held-out pairs")),
+            zero_line=True,
+        ),
+        Chart("Gradient norm", "norm", (("reward/grad_norm", "norm"),)),
+    ),
     "value": (*_VALUE, _VALUE_DECILES, _ADVANTAGE_DECILES, _SCORE, _LENGTH),
     "rl": (
         _SCORE,
