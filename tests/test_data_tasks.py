@@ -7,16 +7,19 @@ import pytest
 
 from vcppo_jax.data.tasks import (
     TASKS,
+    AlternatingTask,
     Problem,
     SumTask,
+    alternating_sum,
     demonstrations,
+    digit_sum,
+    draw,
     held_out,
-    problem,
-    problem_digits,
     problems,
     reasoning_gym_problems,
     solution,
 )
+from vcppo_jax.data.tokenizer import builtin_model_dir, encode_chat, encode_response, load_tokenizer
 
 TASK = SumTask(digits=12, early_exit_hazard=0.03, step_error_rate=0.2)
 FAULTLESS = SumTask(digits=12, early_exit_hazard=0.0, step_error_rate=0.0)
@@ -27,25 +30,68 @@ def steps_of(response):
     return [(int(step[0]), int(step[2])) for step in chain.split("+")[1:]]
 
 
-def test_the_task_table_makes_the_running_sum():
-    assert TASKS["running_sum"](digits=3, early_exit_hazard=0.1, step_error_rate=0.1).digits == 3
+ALTERNATING = AlternatingTask(additions=24, early_exit_hazard=0.02, step_error_rate=0.02)
+
+
+def test_the_table_has_both_tasks():
+    assert {"running_sum": SumTask, "alternating_sum": AlternatingTask} == TASKS
+
+
+def test_the_alternating_sum_adds_two_digits_in_turn_and_counts_down():
+    drawn = alternating_sum(7, (5, 9), 3)
+    assert drawn.problem == Problem("Digit sum modulo ten:\n7+5+9 03", "6")
+    assert solution(drawn) == "<think>03+5=202+9=101+5=6</think>\\boxed{6}"
+    assert alternating_sum(0, (5, 9), 2).key != alternating_sum(0, (9, 5), 2).key
+
+
+def test_alternating_chains_are_long_and_their_prompts_short():
+    tokenizer = load_tokenizer(builtin_model_dir("tiny"))
+    for index in range(200):
+        drawn = draw(ALTERNATING, index, seed=0, split="train")
+        assert 24 <= len(drawn.addends) <= 33
+        assert len(encode_response(tokenizer, solution(drawn))) == 4 * len(drawn.addends) + 6
+        assert len(encode_chat(tokenizer, drawn.prompt)) == 19
+    assert {len(draw(ALTERNATING, index, seed=0, split="train").addends) for index in range(200)} == set(
+        range(24, 34)
+    )
+
+
+def test_flawed_alternating_demonstrations_go_on_from_their_errors():
+    exits, errors, steps = 0, 0, 0
+    for problem, response in demonstrations(ALTERNATING, 400, seed=0):
+        chain = response.removeprefix("<think>").split("</think>")[0]
+        found = [chain[i : i + 6] for i in range(0, len(chain), 6)]
+        running = int(problem.prompt.split("\n")[1][0])
+        for step in found:
+            errors += (running + int(step[3])) % 10 != int(step[5])
+            running = int(step[5])
+        steps += len(found)
+        exits += len(found) < int(problem.prompt[-2:])
+    assert abs(errors / steps - 0.02) < 0.01
+    assert abs(exits / 400 - (1 - 0.98**28.5)) < 0.1
+
+
+@pytest.mark.parametrize("additions", [0, 91])
+def test_additions_out_of_range(additions):
+    with pytest.raises(ValueError, match=f"additions: expected from 1 to 90, got {additions}"):
+        AlternatingTask(additions, early_exit_hazard=0.0, step_error_rate=0.0)
 
 
 def test_solution_text():
-    assert solution([3, 1, 4, 9]) == "<think>+3=3+1=4+4=8+9=7</think>\\boxed{7}"
+    assert solution(digit_sum([3, 1, 4, 9])) == "<think>+3=3+1=4+4=8+9=7</think>\\boxed{7}"
 
 
 def test_problem_text_and_answer():
-    digits = problem_digits(TASK, 5, seed=0, split="train")
-    made = problem(TASK, 5, seed=0, split="train")
+    digits = list(draw(TASK, 5, seed=0, split="train").addends)
+    made = draw(TASK, 5, seed=0, split="train").problem
     assert made.prompt == "Digit sum modulo ten:\n" + " ".join(map(str, digits))
     assert len(digits) == 12
     assert made.answer == str(sum(digits) % 10)
 
 
 def test_problems_depend_on_seed_and_index_alone():
-    assert problems(TASK, 8, seed=1, split="train")[5] == problem(TASK, 5, seed=1, split="train")
-    assert problem(TASK, 5, seed=1, split="train") != problem(TASK, 5, seed=2, split="train")
+    assert problems(TASK, 8, seed=1, split="train")[5] == draw(TASK, 5, seed=1, split="train").problem
+    assert draw(TASK, 5, seed=1, split="train").problem != draw(TASK, 5, seed=2, split="train").problem
     assert len({p.prompt for p in problems(TASK, 200, seed=0, split="train")}) == 200
 
 
@@ -53,12 +99,13 @@ def test_splits_are_disjoint_even_across_seeds_and_for_the_smallest_task():
     smallest = SumTask(digits=2, early_exit_hazard=0.0, step_error_rate=0.0)
     train = {p.prompt for p in problems(smallest, 600, seed=0, split="train")}
     validation = {p.prompt for p in problems(smallest, 200, seed=1, split="validation")}
-    assert len(validation) == sum(held_out(pair) for pair in itertools.product(range(10), repeat=2)) > 0
+    every = [digit_sum(pair) for pair in itertools.product(range(10), repeat=2)]
+    assert len(validation) == sum(map(held_out, every)) > 0
     assert train.isdisjoint(validation)
 
 
 def test_digits_and_answers_are_not_biased():
-    validation = [problem_digits(TASK, i, seed=0, split="validation") for i in range(1000)]
+    validation = [draw(TASK, i, seed=0, split="validation").addends for i in range(1000)]
     counts = np.bincount(np.ravel(validation), minlength=10) / 12_000
     assert np.abs(counts - 0.1).max() < 0.015  # five standard deviations
     answers = np.bincount([sum(d) % 10 for d in validation], minlength=10) / 1000
@@ -67,8 +114,8 @@ def test_digits_and_answers_are_not_biased():
 
 def test_demonstrations_without_faults_are_the_solutions():
     for index, (made, response) in enumerate(demonstrations(FAULTLESS, 20, seed=3)):
-        assert made == problem(FAULTLESS, index, seed=3, split="train")
-        assert response == solution(problem_digits(FAULTLESS, index, seed=3, split="train"))
+        assert made == draw(FAULTLESS, index, seed=3, split="train").problem
+        assert response == solution(draw(FAULTLESS, index, seed=3, split="train"))
         assert response.endswith(f"\\boxed{{{made.answer}}}")
 
 
@@ -81,7 +128,7 @@ def test_demonstrations_have_the_stated_faults():
     errors = total = 0
     for index, (_, response) in enumerate(made):
         steps = steps_of(response)
-        assert [d for d, _ in steps] == list(problem_digits(TASK, index, seed=0, split="train"))[: len(steps)]
+        assert [d for d, _ in steps] == list(draw(TASK, index, seed=0, split="train").addends)[: len(steps)]
         before = [0, *(s for _, s in steps[:-1])]
         errors += sum(s != (b + d) % 10 for (d, s), b in zip(steps, before))
         total += len(steps)
@@ -114,7 +161,7 @@ def test_bad_parameters(values, message):
 
 def test_unknown_split():
     with pytest.raises(ValueError, match="split: expected one of train, validation, got 'test'"):
-        problem(TASK, 0, seed=0, split="test")
+        draw(TASK, 0, seed=0, split="test")
 
 
 def test_reasoning_gym():

@@ -10,7 +10,7 @@ from tokenizers import Tokenizer
 from tokenizers.processors import TemplateProcessing
 from transformers import AutoConfig, PreTrainedTokenizerFast
 
-from vcppo_jax.data.tasks import solution
+from vcppo_jax.data.tasks import digit_sum, solution
 from vcppo_jax.data.tokenizer import (
     builtin_model_dir,
     decode,
@@ -75,7 +75,7 @@ def test_any_text_survives(tiny, text):
 
 def test_prompt_and_chain_are_short_and_equally_spaced(tiny):
     prompt = encode_chat(tiny, "Digit sum modulo ten:\n3 1 4 1 5 9 2 6 5 3 5 8")
-    response = encode_response(tiny, solution([3, 1, 4, 1, 5, 9, 2, 6, 5, 3, 5, 8]))
+    response = encode_response(tiny, solution(digit_sum([3, 1, 4, 1, 5, 9, 2, 6, 5, 3, 5, 8])))
     assert (len(prompt), len(response)) == (36, 30)
     pieces = [tiny.decode([i]) for i in prompt + response]
     # Digit k of the prompt and step k of the chain are equally far apart for every k.

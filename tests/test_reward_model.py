@@ -17,7 +17,7 @@ from vcppo_jax.config_load import ConfigError
 from vcppo_jax.data.packing import PackShape
 from vcppo_jax.data.prompts import PreferencePair, preference_pairs
 from vcppo_jax.data.records import parse_row
-from vcppo_jax.data.tasks import SumTask, preferences, solution
+from vcppo_jax.data.tasks import SumTask, digit_sum, preferences, solution
 from vcppo_jax.data.tokenizer import builtin_model_dir, encode_chat, encode_response, load_tokenizer
 from vcppo_jax.models.networks import ValueModel
 from vcppo_jax.phases.artifacts import export
@@ -77,6 +77,7 @@ def test_rows_of_pairs_in_the_forms_that_preference_sets_have():
         ),
         ({"prompt": "Q", "rejected": []}, "w: rejected: expected the last .* got no message"),
         ({"prompt": "Q", "chosen": {"text": "A"}}, "w: chosen: expected a text or a number, got dict"),
+        ({"prompt": "Q", "rejected_truncated": "no"}, "w: rejected_truncated: expected true or false"),
         ({"chosen": "A", "rejected": "B"}, "w: no prompt: expected one of prompt, problem, question"),
         (
             {
@@ -102,6 +103,11 @@ def test_pairs_become_token_ids_and_what_is_dropped_is_counted():
     ids = (encode_chat(tokenizer, "P"), *(encode_response(tokenizer, text) for text in ("ab", "cd")))
     assert pairs == [PreferencePair(*map(tuple, ids))]
     assert pairs[0].rejected_ids[-1] == tokenizer.eos_token_id
+    cut = parse_row(
+        {"prompt": "P", "chosen": "ab", "rejected": "cd", "rejected_truncated": True}, where="w", source="s"
+    )
+    (pair,), _ = preference_pairs([cut], tokenizer, **options)
+    assert pair.rejected_ids == pairs[0].rejected_ids[:-1]
     assert str(report) == (
         "f: 1 of 5 pairs kept (dropped: 1 empty, 1 of two responses that are the same, 2 too long)"
     )
@@ -115,10 +121,11 @@ def test_the_built_in_pairs_are_a_solution_and_an_unfinished_or_wrong_response()
     made = preferences(task, 1000, seed=0)
     assert made[:50] == preferences(task, 50, seed=0) != preferences(task, 50, seed=1)
     unfinished, cuts, early = 0, set(), 0
-    for problem, chosen, rejected in made:
+    for problem, chosen, rejected, truncated in made:
         digits = list(map(int, problem.prompt.split("\n")[1].split()))
-        assert chosen == solution(digits)
-        if "boxed" not in rejected:
+        assert chosen == solution(digit_sum(digits))
+        assert truncated == ("boxed" not in rejected)
+        if truncated:
             assert chosen.startswith(rejected)
             unfinished += 1
             cuts.add(len(rejected))

@@ -79,10 +79,13 @@ class MeshSection(Section):
 
 
 class TaskSection(Section):
-    """The built-in task, used where data.train is task:running_sum."""
+    """The built-in tasks, used where data.train is task:running_sum or task:alternating_sum."""
 
     digits: Positive = Field(
-        12, description="Digits per problem; the chain of thought has one step per digit."
+        12, description="running_sum: digits per problem; the chain of thought has one step per digit."
+    )
+    additions: Annotated[int, Field(ge=1, le=90)] = Field(
+        24, description="alternating_sum: additions per problem, from this to nine more; four tokens each."
     )
     early_exit_hazard: float = Field(
         0.03, ge=0, le=1, description="Cold start: chance per step that a demonstration stops and guesses."
@@ -102,7 +105,8 @@ class DataSection(Section):
 
     train: str = Field(
         description="JSONL or parquet file with prompt/problem/question (text or messages) and "
-        "answer/label/ground_truth, or task:running_sum for the built-in task."
+        "answer/label/ground_truth, or a built-in task: task:running_sum, "
+        "task:alternating_sum."
     )
     validation: str | None = Field(
         None,

@@ -186,7 +186,8 @@ def preference_pairs(
     max_response_tokens: int,
     system_prompt: str | None = None,
 ) -> tuple[list[PreferencePair], LoadReport]:
-    """The usable pairs in order, and the report; responses are encoded as in `sft_examples`.
+    """The usable pairs in order, and the report; responses are encoded as in `sft_examples`, but for one that
+    a length limit cut, which is not closed by EOS.
 
     Raises ValueError where a row lacks a response (naming it) and where no pair is left.
     """
@@ -205,6 +206,8 @@ def preference_pairs(
         chosen, rejected = (
             encode_response(tokenizer, _continuing(text, str(side))) for side in (row.chosen, row.rejected)
         )
+        if row.rejected_truncated:
+            rejected = rejected[:-1]
         if len(prompt_ids) <= max_prompt_tokens and max(len(chosen), len(rejected)) <= max_response_tokens:
             pairs.append(PreferencePair(tuple(prompt_ids), tuple(chosen), tuple(rejected)))
     report = LoadReport(
@@ -228,12 +231,14 @@ def task_rows(
     *,
     source: str,
     responses: Sequence[str] | None = None,
-    pairs: Sequence[tuple[str, str]] | None = None,
+    pairs: Sequence[tuple[str, str, bool]] | None = None,
 ) -> list[Row]:
-    """Rows of a task's problems, with the responses to imitate or the pairs, if any, in the same order."""
+    """Rows of a task's problems, in the same order, with the responses to imitate or the pairs, if any:
+    chosen, rejected, and whether that one was cut.
+    """
     texts: Sequence[str | None] = [None] * len(problems) if responses is None else responses
-    sides: Sequence[tuple[str | None, str | None]] = (
-        [(None, None)] * len(problems) if pairs is None else pairs
+    sides: Sequence[tuple[str | None, str | None, bool]] = (
+        [(None, None, False)] * len(problems) if pairs is None else pairs
     )
     return [
         Row(
@@ -244,8 +249,11 @@ def task_rows(
             where=f"{source}: problem {index}",
             chosen=chosen,
             rejected=rejected,
+            rejected_truncated=truncated,
         )
-        for index, (p, text, (chosen, rejected)) in enumerate(zip(problems, texts, sides, strict=True))
+        for index, (p, text, (chosen, rejected, truncated)) in enumerate(
+            zip(problems, texts, sides, strict=True)
+        )
     ]
 
 

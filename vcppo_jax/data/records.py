@@ -22,6 +22,7 @@ PROMPT_KEYS = ("prompt", "problem", "question")
 ANSWER_KEYS = ("answer", "label", "ground_truth")
 RESPONSE_KEYS = ("response", "demonstration", "completion", "solution")
 PAIR_KEYS = ("chosen", "rejected")
+_TRUNCATED_KEY = "rejected_truncated"
 SOURCE_KEYS = ("source", "data_source")
 _NESTED_ANSWER_KEY = "reward_model"
 _JSONL_SUFFIXES = (".jsonl", ".ndjson", ".json")
@@ -44,6 +45,8 @@ class Row:
     """The better response of a pair; None where the row has no such column."""
     rejected: str | None = None
     """The worse one, likewise."""
+    rejected_truncated: bool = False
+    """Whether a length limit cut the worse one: then no EOS is put behind it."""
 
 
 def read_rows(path: str | Path) -> list[Row]:
@@ -88,6 +91,7 @@ def parse_row(item: Mapping[str, Any], *, where: str, source: str) -> Row:
         response=None if response_key is None else _text(item[response_key], f"{where}: {response_key}"),
         source=source if named is None else _text(named, f"{where}: {source_key}"),
         where=where,
+        rejected_truncated=_flag(item, where),
         **{side: _completion(item[side], f"{where}: {side}") for side in PAIR_KEYS if side in item},
     )
 
@@ -122,7 +126,10 @@ def _read_parquet(file: Path) -> Iterator[tuple[str, Mapping[str, Any]]]:
         raise ImportError(
             f"{file}: parquet files need the extra `parquet`: python3 -m pip install 'vcppo_jax[parquet]'"
         ) from error
-    known = (*PROMPT_KEYS, *ANSWER_KEYS, *RESPONSE_KEYS, *PAIR_KEYS, *SOURCE_KEYS, _NESTED_ANSWER_KEY)
+    known = {
+        *(*PROMPT_KEYS, *ANSWER_KEYS, *RESPONSE_KEYS, *PAIR_KEYS, *SOURCE_KEYS),
+        *(_NESTED_ANSWER_KEY, _TRUNCATED_KEY),
+    }
     try:
         with parquet.ParquetFile(file) as table:
             names = table.schema_arrow.names
@@ -139,6 +146,13 @@ def _read_parquet(file: Path) -> Iterator[tuple[str, Mapping[str, Any]]]:
     except (pyarrow.ArrowException, OSError) as error:
         first_line = str(error).splitlines()[0]
         raise ValueError(f"{file}: expected a parquet file: {first_line}") from error
+
+
+def _flag(item: Mapping[str, Any], where: str) -> bool:
+    value = item.get(_TRUNCATED_KEY)
+    if value is not None and not isinstance(value, bool):
+        raise ValueError(f"{where}: {_TRUNCATED_KEY}: expected true or false, got {value!r}")
+    return bool(value)
 
 
 def _first_key(item: Mapping[str, Any], keys: tuple[str, ...]) -> str | None:

@@ -1,8 +1,9 @@
-"""Tasks whose problems are computed: the built-in running sum, and reasoning-gym's as an optional extra.
+"""Tasks whose problems are computed: two built-in ones, and reasoning-gym's as an optional extra.
 
-The running sum is the smallest task on which PPO's collapse and its repair can be seen: K random digits,
-a chain of thought that adds them one by one modulo ten, then the boxed answer. Guessing without the chain is
-right one time in ten. Everything is a pure function of (seed, split, index).
+Both built-in tasks are sums modulo ten with a chain of thought that adds one by one. They are the smallest on
+which PPO's collapse and its repair can be seen: guessing without the chain is right one time in ten.
+`running_sum` adds random digits, which the prompt lists. `alternating_sum` adds two digits in turn, so that a
+short prompt asks for a long chain. Everything is a pure function of (seed, split, index).
 """
 
 from __future__ import annotations
@@ -10,18 +11,17 @@ from __future__ import annotations
 import hashlib
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any, Literal
+from typing import Any, Literal, NamedTuple, Protocol
 
 import numpy as np
 
 Split = Literal["train", "validation"]
 SPLITS: tuple[Split, ...] = ("train", "validation")
 HELD_OUT_SHARE = 8
-"""One digit sequence in this many is held out, chosen by a hash of the digits."""
+"""One problem in this many is held out, chosen by a hash of what it says."""
 _DEMONSTRATION_STREAM = 2
 """Third word of the random seed where demonstrations are drawn; 0 and 1 are the splits of the problems."""
 _PREFERENCE_STREAM = 3
-"""The same for preference pairs."""
 
 
 @dataclass(frozen=True)
@@ -33,56 +33,143 @@ class Problem:
 
 
 @dataclass(frozen=True)
+class Sum:
+    """A sum modulo ten: `start` and then the addends, one step of the chain each."""
+
+    prompt: str
+    key: str
+    """Tells problems apart: the splits are drawn by it."""
+    start: int
+    addends: tuple[int, ...]
+    labels: tuple[str, ...]
+    """What a step begins with; empty texts for none."""
+
+    @property
+    def sums(self) -> list[int]:
+        """The sum after each step, modulo ten."""
+        return ((self.start + np.cumsum(self.addends)) % 10).tolist()
+
+    @property
+    def problem(self) -> Problem:
+        """The problem, and the last sum."""
+        return Problem(self.prompt, str(self.sums[-1]))
+
+
+def digit_sum(digits: Sequence[int]) -> Sum:
+    """The problem of adding these digits."""
+    return Sum(
+        prompt="Digit sum modulo ten:\n" + " ".join(map(str, digits)),
+        key="".join(map(str, digits)),
+        start=0,
+        addends=tuple(digits),
+        labels=("",) * len(digits),
+    )
+
+
+def alternating_sum(start: int, pair: tuple[int, int], additions: int) -> Sum:
+    """The problem of adding two digits in turn to `start`, `additions` times in all; the steps count down."""
+    first, second = pair
+    return Sum(
+        prompt=f"Digit sum modulo ten:\n{start}+{first}+{second} {additions:02d}",
+        key=f"{start}{first}{second}{additions:02d}",
+        start=start,
+        addends=tuple(pair[step % 2] for step in range(additions)),
+        labels=tuple(f"{additions - step:02d}" for step in range(additions)),
+    )
+
+
+class Task(Protocol):
+    """What draws problems, and how flawed its demonstrations are."""
+
+    @property
+    def early_exit_hazard(self) -> float:
+        """Chance before each step that a demonstration ends its chain there and guesses a digit."""
+        ...
+
+    @property
+    def step_error_rate(self) -> float:
+        """Chance per step that a demonstration writes a wrong sum and goes on from it."""
+        ...
+
+    def draw(self, random: np.random.Generator) -> Sum:
+        """A random problem."""
+        ...
+
+
+@dataclass(frozen=True)
 class SumTask:
     """Add `digits` digits modulo ten. Raises ValueError where a parameter is out of range."""
 
     digits: int
     """Digits per problem, at least 2; the chain has one step per digit."""
     early_exit_hazard: float
-    """Chance before each step that a demonstration ends its chain there and guesses a digit."""
     step_error_rate: float
-    """Chance per step that a demonstration writes a wrong sum and goes on from it."""
 
     def __post_init__(self) -> None:
         if self.digits < 2:
             raise ValueError(
                 f"digits: expected at least 2 (shorter problems cannot be held out), got {self.digits}"
             )
-        for name in ("early_exit_hazard", "step_error_rate"):
-            value = getattr(self, name)
-            if not 0 <= value <= 1:
-                raise ValueError(f"{name}: expected a probability from 0 to 1, got {value}")
+        _check_rates(self)
+
+    def draw(self, random: np.random.Generator) -> Sum:
+        """A problem of random digits."""
+        return digit_sum(random.integers(0, 10, size=self.digits).tolist())
 
 
-def held_out(digits: Sequence[int]) -> bool:
-    """Whether this digit sequence belongs to the validation split, whatever the seed."""
-    digest = hashlib.blake2b("".join(map(str, digits)).encode(), digest_size=8).digest()
+@dataclass(frozen=True)
+class AlternatingTask:
+    """Add two digits in turn, from `additions` to `additions + 9` times. ValueError for a bad parameter.
+
+    There are 10,000 problems. A step has four tokens of the built-in tokenizer, a whole response six more.
+    """
+
+    additions: int
+    """The fewest additions of a problem, 1 to 90."""
+    early_exit_hazard: float
+    step_error_rate: float
+
+    def __post_init__(self) -> None:
+        if not 1 <= self.additions <= 90:
+            raise ValueError(f"additions: expected from 1 to 90, got {self.additions}")
+        _check_rates(self)
+
+    def draw(self, random: np.random.Generator) -> Sum:
+        """A problem of random digits and a random number of additions."""
+        start, first, second, more = random.integers(0, 10, size=4).tolist()
+        return alternating_sum(start, (first, second), self.additions + more)
+
+
+def _check_rates(task: Task) -> None:
+    for name in ("early_exit_hazard", "step_error_rate"):
+        value = getattr(task, name)
+        if not 0 <= value <= 1:
+            raise ValueError(f"{name}: expected a probability from 0 to 1, got {value}")
+
+
+def held_out(drawn: Sum) -> bool:
+    """Whether this problem belongs to the validation split, whatever the seed."""
+    digest = hashlib.blake2b(drawn.key.encode(), digest_size=8).digest()
     return int.from_bytes(digest, "big") % HELD_OUT_SHARE == 0
 
 
-def problem_digits(task: SumTask, index: int, *, seed: int, split: Split) -> tuple[int, ...]:
-    """The digits of problem `index`; no sequence occurs in both splits. ValueError for an unknown split."""
+def draw(task: Task, index: int, *, seed: int, split: Split) -> Sum:
+    """Problem `index` of the split; none occurs in both splits. ValueError for an unknown split."""
     if split not in SPLITS:
         raise ValueError(f"split: expected one of {', '.join(SPLITS)}, got {split!r}")
     random = np.random.default_rng([seed, index, SPLITS.index(split)])
     while True:
-        digits = tuple(random.integers(0, 10, size=task.digits).tolist())
-        if held_out(digits) == (split == "validation"):
-            return digits
+        drawn = task.draw(random)
+        if held_out(drawn) == (split == "validation"):
+            return drawn
 
 
-def problem(task: SumTask, index: int, *, seed: int, split: Split) -> Problem:
-    """Problem `index` of the split: `Digit sum modulo ten:` and the digits, and their sum modulo ten."""
-    digits = problem_digits(task, index, seed=seed, split=split)
-    return Problem(prompt=_prompt(digits), answer=str(sum(digits) % 10))
+def problems(task: Task, count: int, *, seed: int, split: Split) -> list[Problem]:
+    """The first `count` problems of the split, each with its sum modulo ten."""
+    return [draw(task, index, seed=seed, split=split).problem for index in range(count)]
 
 
-def problems(task: SumTask, count: int, *, seed: int, split: Split) -> list[Problem]:
-    """The first `count` problems of the split."""
-    return [problem(task, index, seed=seed, split=split) for index in range(count)]
-
-
-def demonstration(task: SumTask, index: int, *, seed: int) -> tuple[Problem, str]:
+def demonstration(task: Task, index: int, *, seed: int) -> tuple[Problem, str]:
     """Training problem `index` and a flawed solution of it, to imitate in the cold start.
 
     The solution reads `<think>+3=3+1=4+4=8</think>\\boxed{8}`. Before each step the chain ends early with
@@ -90,74 +177,80 @@ def demonstration(task: SumTask, index: int, *, seed: int) -> tuple[Problem, str
     `step_error_rate`, and the chain goes on from the wrong one. A policy that imitates this and is sampled
     at temperature 1 has all that RL must repair, and can do all that RL must find.
     """
-    digits = problem_digits(task, index, seed=seed, split="train")
+    drawn = draw(task, index, seed=seed, split="train")
     random = np.random.default_rng([seed, index, _DEMONSTRATION_STREAM])
-    exits = random.random(task.digits) < task.early_exit_hazard
-    errors = (random.random(task.digits) < task.step_error_rate) * random.integers(1, 10, size=task.digits)
+    steps = len(drawn.addends)
+    exits = random.random(steps) < task.early_exit_hazard
+    errors = (random.random(steps) < task.step_error_rate) * random.integers(1, 10, size=steps)
     guess = int(random.integers(0, 10))
-    length = int(exits.argmax()) if exits.any() else task.digits
-    sums = (np.cumsum(digits + errors) % 10).tolist()
-    steps = list(zip(digits, sums, strict=True))[:length]
-    answer = guess if exits.any() else sums[-1]
-    return Problem(prompt=_prompt(digits), answer=str(sum(digits) % 10)), _response(steps, answer)
+    length = int(exits.argmax()) if exits.any() else steps
+    sums = ((drawn.start + np.cumsum(drawn.addends + errors)) % 10).tolist()
+    return drawn.problem, _response(drawn, sums[:length], guess if exits.any() else sums[-1])
 
 
-def demonstrations(task: SumTask, count: int, *, seed: int) -> list[tuple[Problem, str]]:
+def demonstrations(task: Task, count: int, *, seed: int) -> list[tuple[Problem, str]]:
     """The first `count` training problems, each with its demonstration."""
     return [demonstration(task, index, seed=seed) for index in range(count)]
 
 
-def preference(task: SumTask, index: int, *, seed: int) -> tuple[Problem, str, str]:
-    """Training problem `index`, its solution, and a worse response, to train a reward model on.
+class Preference(NamedTuple):
+    """A pair to train a reward model on."""
 
-    Half of the worse responses are unfinished: the right chain, cut at a random place, without an answer. A
+    problem: Problem
+    chosen: str
+    """The solution."""
+    rejected: str
+    """A worse response."""
+    rejected_truncated: bool
+    """Whether the worse one was cut before its end."""
+
+
+def preference(task: Task, index: int, *, seed: int) -> Preference:
+    """Training problem `index`, its solution, and a worse response.
+
+    Half of the worse responses are truncated: the right chain, cut at a random place, without an answer. A
     quarter has one wrong step from which the chain goes on to a wrong answer, a quarter stops early and
     guesses wrong.
     """
-    digits = problem_digits(task, index, seed=seed, split="train")
+    drawn = draw(task, index, seed=seed, split="train")
     random = np.random.default_rng([seed, index, _PREFERENCE_STREAM])
-    right = (np.cumsum(digits) % 10).tolist()
-    steps = list(zip(digits, right, strict=True))
-    kind, place, shift = (
-        int(random.integers(4)),
-        int(random.integers(task.digits)),
-        int(random.integers(1, 10)),
-    )
+    right = drawn.sums
+    kind = int(random.integers(4))
+    place, shift = int(random.integers(len(right))), int(random.integers(1, 10))
     if kind < 2:
-        chain = _chain(steps)
+        chain = _chain(drawn, right)
         rejected = f"<think>{chain[: int(random.integers(len(chain) + 1))]}"
     elif kind == 2:
         sums = [(total + shift * (step >= place)) % 10 for step, total in enumerate(right)]
-        rejected = _response(list(zip(digits, sums, strict=True)), sums[-1])
+        rejected = _response(drawn, sums, sums[-1])
     else:
-        rejected = _response(steps[:place], (right[-1] + shift) % 10)
-    return Problem(prompt=_prompt(digits), answer=str(right[-1])), _response(steps, right[-1]), rejected
+        rejected = _response(drawn, right[:place], (right[-1] + shift) % 10)
+    return Preference(drawn.problem, solution(drawn), rejected, rejected_truncated=kind < 2)
 
 
-def preferences(task: SumTask, count: int, *, seed: int) -> list[tuple[Problem, str, str]]:
+def preferences(task: Task, count: int, *, seed: int) -> list[Preference]:
     """The first `count` training problems, each with a better and a worse response."""
     return [preference(task, index, seed=seed) for index in range(count)]
 
 
-def solution(digits: Sequence[int]) -> str:
-    """The faultless response to these digits."""
-    sums = (np.cumsum(digits) % 10).tolist()
-    return _response(list(zip(digits, sums, strict=True)), sums[-1])
+def solution(drawn: Sum) -> str:
+    """The faultless response."""
+    return _response(drawn, drawn.sums, drawn.sums[-1])
 
 
-def _prompt(digits: Sequence[int]) -> str:
-    return "Digit sum modulo ten:\n" + " ".join(map(str, digits))
+def _chain(drawn: Sum, sums: Sequence[int]) -> str:
+    steps = zip(drawn.labels, drawn.addends, sums)
+    return "".join(f"{label}+{addend}={running}" for label, addend, running in steps)
 
 
-def _chain(steps: Sequence[tuple[int, int]]) -> str:
-    return "".join(f"+{digit}={running}" for digit, running in steps)
+def _response(drawn: Sum, sums: Sequence[int], answer: int) -> str:
+    return f"<think>{_chain(drawn, sums)}</think>\\boxed{{{answer}}}"
 
 
-def _response(steps: Sequence[tuple[int, int]], answer: int) -> str:
-    return f"<think>{_chain(steps)}</think>\\boxed{{{answer}}}"
-
-
-TASKS: dict[str, type[SumTask]] = {"running_sum": SumTask}
+TASKS: dict[str, type[SumTask] | type[AlternatingTask]] = {
+    "running_sum": SumTask,
+    "alternating_sum": AlternatingTask,
+}
 """Built-in tasks by name, as in `data.train: task:running_sum`."""
 
 

@@ -232,8 +232,9 @@ class Workspace:
             raise ConfigError(
                 f"data.train: no task {name!r}; expected task:NAME with one of {', '.join(TASKS)}"
             )
+        size = {"running_sum": "digits", "alternating_sum": "additions"}[name]
         return TASKS[name](
-            digits=section.digits,
+            getattr(section, size),
             early_exit_hazard=section.early_exit_hazard,
             step_error_rate=section.step_error_rate,
         )
@@ -281,7 +282,7 @@ class Workspace:
         elif config.data.train.startswith(TASK):
             name = config.data.train[len(TASK) :]
             made = preferences(self.task(), config.data.task.train_problems, seed=config.seed)
-            rows = task_rows([p for p, *_ in made], source=name, pairs=[(good, bad) for _, good, bad in made])
+            rows = task_rows([pair.problem for pair in made], source=name, pairs=[pair[1:] for pair in made])
         else:
             raise ConfigError("reward_model.data: expected a file of pairs")
         pairs, report = preference_pairs(
