@@ -27,9 +27,7 @@ if "PYTEST_XDIST_WORKER" not in os.environ:  # the workers inherit all this
 SHARE_A_RUN = ("test_phases", "test_resume")
 
 
-@pytest.hookimpl(tryfirst=True)
-def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+def pytest_itemcollected(item: pytest.Item) -> None:
     """A file's tests run in one worker, for they share fixtures; files that share a run, too."""
-    for item in items:
-        name = item.path.stem
-        item.add_marker(pytest.mark.xdist_group("runs" if name in SHARE_A_RUN else name))
+    name = item.path.stem
+    item.add_marker(pytest.mark.xdist_group("runs" if name in SHARE_A_RUN else name))

@@ -120,7 +120,7 @@ class RewardScorer:
 
 
 def _check_tokenizer(path: str | Path, reward_model: dict[str, int], policy: dict[str, int]) -> None:
-    for token, number in policy.items():
+    for token, number in sorted(policy.items(), key=lambda item: item[1]):
         if reward_model.get(token) != number:
             raise ConfigError(
                 f"{path}: expected a reward model with the policy's tokenizer, whose token {token!r} is "
