@@ -298,6 +298,12 @@ class LoggingSection(Section):
     tensorboard: bool = Field(True, description="Write TensorBoard event files.")
     wandb: bool = Field(False, description="Log to Weights & Biases (extra: wandb).")
     wandb_project: str = Field("vcppo_jax", description="Weights & Biases project.")
+    peak_tflops: float | None = Field(
+        None,
+        gt=0,
+        description="Peak of one device in 10^12 operations a second, for perf/mfu; null looks it up for "
+        "TPUs and common NVIDIA GPUs, and leaves perf/mfu out for other devices.",
+    )
     samples_per_step: NonNegative = Field(2, description="Responses per step that go to samples.jsonl.")
 
 

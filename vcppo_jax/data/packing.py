@@ -73,6 +73,8 @@ class Packing:
         """How many of the M micro-batches hold anything."""
         if self.micro_batches > shape.micro_batches:
             raise ValueError(f"pack: {used} rows do not fit into {shape.micro_batches} x {shape.rows}")
+        self.lengths = total
+        """[B], tokens of each sequence, prompt included."""
         self.tokens = int(total.sum())
         """Real tokens, prompts included."""
         size = (shape.micro_batches * shape.rows, shape.row_tokens)

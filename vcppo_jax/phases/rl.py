@@ -23,6 +23,7 @@ from vcppo_jax.phases.loop import Meta, Metrics, StepResult, Timer, mean_infos, 
 from vcppo_jax.phases.networks import actor_learner, critic_learner, starting_value_model, updates_in
 from vcppo_jax.phases.scoring import Rewards
 from vcppo_jax.phases.sft import demonstration_samples
+from vcppo_jax.phases.utilisation import step_flops, utilisation
 from vcppo_jax.phases.workspace import Workspace
 from vcppo_jax.train.learner import Learner, Scorer
 from vcppo_jax.train.minibatches import Samples, mini_batches
@@ -141,6 +142,18 @@ class RL:
         metrics |= timer.metrics()
         metrics["perf/total_num_tokens"] = packing.tokens
         metrics["perf/throughput"] = packing.tokens / metrics["timing_s/step"]
+        metrics |= utilisation(
+            config,
+            step_flops(
+                config,
+                self.policy.config,
+                None if self.critic is None else self.value_model.config,
+                packing.lengths,
+                has_reference=self.reference is not None,
+                trains_actor=step > config.rl.critic_warmup_steps,
+            ),
+            metrics["timing_s/step"],
+        )
         return StepResult(
             state, meta, metrics, rollout.examples(config.logging.samples_per_step), best_metric=best
         )
