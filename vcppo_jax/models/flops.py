@@ -1,4 +1,4 @@
-"""How many floating-point operations a model takes, and how many a device can do: for model FLOPs utilisation.
+"""How many floating-point operations a model takes and a device can do: for model FLOPs utilisation.
 
 Counted as in PaLM (arXiv 2204.02311, appendix B): what the model needs, so without recomputation and padding.
 """
