@@ -12,10 +12,18 @@ from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from vcppo_jax.algos.gae import decoupled_gae, gae, gae_blocked, reward_to_go
+    from vcppo_jax.algos.advantages import group_advantages, rloo_advantages
+    from vcppo_jax.algos.gae import (
+        decoupled_gae,
+        gae,
+        gae_blocked,
+        length_adaptive_lambda,
+        reward_to_go,
+    )
     from vcppo_jax.algos.losses import kl_penalty, token_weights, value_loss
     from vcppo_jax.algos.masked import explained_variance, whiten
-    from vcppo_jax.algos.policy import policy_loss
+    from vcppo_jax.algos.policy import cispo_loss, gspo_loss, importance_weights, policy_loss
+    from vcppo_jax.algos.shaping import bradley_terry_loss
     from vcppo_jax.models.networks import Policy, ValueModel, logprobs, values
     from vcppo_jax.phases.artifacts import load_policy, load_value_model
     from vcppo_jax.rewards.score import verify
@@ -26,10 +34,12 @@ if TYPE_CHECKING:
 __version__ = "0.1.0"
 
 _MODULES = {
-    "algos.gae": ("decoupled_gae", "gae", "gae_blocked", "reward_to_go"),
+    "algos.advantages": ("group_advantages", "rloo_advantages"),
+    "algos.gae": ("decoupled_gae", "gae", "gae_blocked", "length_adaptive_lambda", "reward_to_go"),
     "algos.losses": ("kl_penalty", "token_weights", "value_loss"),
     "algos.masked": ("explained_variance", "whiten"),
-    "algos.policy": ("policy_loss",),
+    "algos.policy": ("cispo_loss", "gspo_loss", "importance_weights", "policy_loss"),
+    "algos.shaping": ("bradley_terry_loss",),
     "models.networks": ("Policy", "ValueModel", "logprobs", "values"),
     "phases.artifacts": ("load_policy", "load_value_model"),
     "rewards.score": ("verify",),
@@ -40,8 +50,10 @@ _MODULES = {
 _MODULE_OF = {name: module for module, names in _MODULES.items() for name in names}
 
 __all__ = [  # noqa: RUF022  by topic
-    "gae", "decoupled_gae", "gae_blocked", "reward_to_go",
-    "policy_loss", "value_loss", "kl_penalty", "token_weights",
+    "gae", "decoupled_gae", "gae_blocked", "length_adaptive_lambda", "reward_to_go",
+    "group_advantages", "rloo_advantages",
+    "policy_loss", "gspo_loss", "cispo_loss", "importance_weights",
+    "value_loss", "kl_penalty", "token_weights", "bradley_terry_loss",
     "whiten", "explained_variance",
     "Policy", "ValueModel", "load_policy", "load_value_model", "logprobs", "values",
     "generate", "Sampling", "Rollout", "verify",
