@@ -9,7 +9,9 @@ import yaml
 from pydantic import ValidationError
 
 from vcppo_jax.config import Config
+from vcppo_jax.config_checks import TASK_NAMES
 from vcppo_jax.config_load import ConfigError, dump_config, iterate_keys, load_config, nearest_key
+from vcppo_jax.data.tasks import TASKS
 
 SHIPPED_DIR = Path(__file__).parent.parent / "configs"
 # Those of studies have a test of their own.
@@ -237,6 +239,25 @@ def test_every_key_is_explained():
         (["reward.normalize=reward_model"], "needs reward.source=model"),
         (["reward.overlong_penalty=2"], "needs reward.overlong_buffer_share"),
         (["grade.hard_to=0.9"], "grade.hard_to must be less than grade.easy_from"),
+        (
+            ["value_model.step=3", "value.steps=16", "value.checkpoint_steps=[8, 20]"],
+            "kept for ever, one of 8, 16",
+        ),
+        (["value_model.step=100", "phases=[rl]"], "which phases does not list"),
+        (["algorithm.kl_horizon=5"], "algorithm.kl_horizon needs algorithm.kl_target"),
+        (
+            ["algorithm.kl_coef=0.1", "algorithm.kl_target=0.1", "algorithm.kl_horizon=100"],
+            "algorithm.kl_horizon=100 is too short for steps of 512 samples",
+        ),
+        (["sft.steps=3", "sft.epochs=2"], "sft.epochs and sft.steps both say how long"),
+        (["data.train=task:sum"], "no task 'sum'; expected task:NAME with one of running_sum"),
+        (["data.validation=task:sum"], "no task 'sum'"),
+        (["data.train=x.jsonl", "phases=[rl]", "rl.evaluate_every=2"], "set data.validation, or it to 0"),
+        (["data.train=task:reasoning_gym/x"], "sft.data: expected a file of demonstrations"),
+        (["mesh.fsdp=0"], "mesh: expected positive sizes"),
+        (["mesh.data=-1"], "at most one of them -1, got data=-1, fsdp=-1, tensor=1"),
+        (["seed=4294967296"], "seed: "),
+        (["data.task.digits=1"], "data.task.digits: "),
     ],
 )
 def test_combinations_that_make_no_sense_are_refused(write, words, expected):
@@ -268,6 +289,32 @@ def test_their_neighbours_are_not(write, words):
     assert isinstance(load_config(write(MINIMAL), words), Config)
 
 
+def test_a_phase_alone_is_checked_whatever_phases_says(write):
+    path = write(MINIMAL + "phases: [rl]\nrollout: {n: 2}\nalgorithm: {advantage: rloo}\n")
+    assert load_config(path).phases == ("rl",)
+    assert load_config(path, phase="sft").phases == ("rl",)
+    with pytest.raises(ConfigError, match="remove value from phases"):
+        load_config(path, phase="value")
+    with pytest.raises(ConfigError, match=r"sft\.data: expected a file of demonstrations"):
+        load_config(path, ["data.train=x.jsonl"], phase="sft")
+
+
+def test_a_key_that_stands_twice_is_refused(write):
+    path = write(MINIMAL + "rl: {steps: 1}\nrl: {steps: 2}\n")
+    assert fault(path) == f"{path}:5: not valid YAML: the key 'rl' stands here twice"
+    merged = MINIMAL + "sft: &a {steps: 1}\nreward_model: {<<: *a, steps: 2}\n"
+    assert load_config(write(merged)).reward_model.steps == 2
+
+
+def test_an_include_is_a_file_or_a_list_of_files(write):
+    assert "include: expected a file or a list of files, got 3" in fault(write(MINIMAL + "include: 3\n"))
+    assert "include: expected a file or a list of files, got None" in fault(write(MINIMAL + "include:\n"))
+
+
+def test_the_tasks_of_the_configuration_are_those_there_are():
+    assert set(TASK_NAMES) == set(TASKS)
+
+
 def test_nearest_key_of_nonsense_is_none():
     assert nearest_key("qqqqqqqq") is None
 
@@ -283,7 +330,11 @@ def test_shipped_configurations_load(path):
         for section, keys in given.items():
             assert {key: loaded[section][key] for key in keys} == keys
         return
-    paths = {"run_dir": "runs/x", "model": {"path": "models/x"}, "data": {"train": "train.jsonl"}}
+    paths = {
+        "run_dir": "runs/x",
+        "model": {"path": "models/x"},
+        "data": {"train": "train.jsonl", "validation": "held_out.jsonl"},
+    }
     words = []
     for section, default in paths.items():
         present = yaml.safe_load(path.read_text()).get(section)

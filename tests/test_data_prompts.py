@@ -123,7 +123,6 @@ def test_each_epoch_has_every_record_once_in_a_new_order():
     epochs = [stream.take(10 * epoch, 10) for epoch in range(3)]
     assert [sorted(epoch) for epoch in epochs] == [list("abcdefghij")] * 3
     assert epochs[0] != epochs[1] != epochs[2] != epochs[0]
-    assert stream.epoch(25) == 2.5
 
 
 def test_the_position_is_all_that_a_resume_needs():

@@ -31,7 +31,7 @@ ALLOWED = {
     "config_study": {"config", "config_load", "config_objective"},
     "phases": {
         *("algos", "models", "rollout", "rewards", "data", "train", "run", "sharding", "types"),
-        *("config", "config_load", "config_objective", "config_study"),
+        *("config", "config_checks", "config_load", "config_objective", "config_study"),
     },
     "cli": {"phases", "run", "config", "config_load", "config_study"},
 }

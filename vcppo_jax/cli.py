@@ -21,7 +21,20 @@ COMMANDS = {
     "report": "write the report page of a run again",
 }
 SECTIONS = {
-    "sft": ("model", "mesh", "data", "sft", "train", "evaluate", "checkpoint", "logging"),
+    "sft": (
+        *(
+            "model",
+            "mesh",
+            "data",
+            "rollout",
+            "sft",
+            "train",
+            "evaluate",
+            "verifier",
+            "checkpoint",
+            "logging",
+        ),
+    ),
     "reward": ("model", "mesh", "data", "rollout", "reward_model", "train", "checkpoint", "logging"),
     "evaluate": ("model", "mesh", "data", "rollout", "evaluate", "grade", "verifier", "logging"),
     "value": (
@@ -168,7 +181,7 @@ def _dispatch(args: argparse.Namespace) -> int:
         return 0
     from vcppo_jax.config_load import load_config
 
-    config = load_config(args.config, args.overrides)
+    config = load_config(args.config, args.overrides, phase=None if args.command == "run" else args.command)
     _configure_jax()
     from vcppo_jax.phases.loop import Interrupted
     from vcppo_jax.phases.pipeline import run_phases
@@ -233,7 +246,7 @@ def _is_users(error: Exception) -> bool:
     while trace is not None and trace.tb_next is not None:
         trace = trace.tb_next
     raised_by = "" if trace is None else trace.tb_frame.f_globals.get("__name__", "")
-    return name == "ValueError" and raised_by.startswith("vcppo_jax.")
+    return name in ("ValueError", "ImportError") and raised_by.startswith("vcppo_jax.")
 
 
 def _message(error: Exception) -> str:

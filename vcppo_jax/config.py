@@ -52,16 +52,18 @@ class ValueModelSection(Section):
         description="Where the value model starts: policy (the policy's weights, a new head), "
         "reward_model (the Hugging Face directory value_model.path; the log says whether a "
         "head was found), checkpoint (a checkpoint of value-pretraining or RL at "
-        "value_model.path). When `phases` lists value, RL starts from this run's value phase "
-        "unless init is checkpoint.",
+        "value_model.path). When `phases` lists value, this is where that phase starts, and "
+        "RL starts from it.",
     )
     path: str | None = Field(
         None,
         description="For reward_model: a Hugging Face directory. For checkpoint: runs/x/value, or one "
         "step of it, runs/x/value/checkpoints/STEP.",
     )
-    step: int | None = Field(
-        None, description="Which checkpoint of this run's value phase RL starts from; the last one when null."
+    step: Positive | None = Field(
+        None,
+        description="Which checkpoint of this run's value phase RL starts from, one of "
+        "value.checkpoint_steps; the last one when null.",
     )
     head_bias: bool = Field(
         False, description="Whether a new scalar head has a bias (a loaded one keeps its own)."
@@ -77,11 +79,19 @@ class MeshSection(Section):
     fsdp: int = Field(-1, description="Parts into which weights, optimizer states and the batch are split.")
     tensor: int = Field(1, description="Parts into which each matmul is split (tensor parallelism).")
 
+    @model_validator(mode="after")
+    def _sizes(self) -> MeshSection:
+        sizes = {name: getattr(self, name) for name in type(self).model_fields}
+        if any(size < 1 and size != -1 for size in sizes.values()) or list(sizes.values()).count(-1) > 1:
+            spelled = ", ".join(f"{name}={size}" for name, size in sizes.items())
+            raise ValueError(f"mesh: expected positive sizes, at most one of them -1, got {spelled}")
+        return self
+
 
 class TaskSection(Section):
     """The built-in tasks, used where data.train is task:running_sum or task:alternating_sum."""
 
-    digits: Positive = Field(
+    digits: Annotated[int, Field(ge=2)] = Field(
         12, description="running_sum: digits per problem; the chain of thought has one step per digit."
     )
     additions: Annotated[int, Field(ge=1, le=90)] = Field(
@@ -206,7 +216,7 @@ class ValueSection(Section):
     )
     held_out_prompts: Positive = Field(256, description="Prompts of the held-out rollouts, sampled once.")
     held_out_every: Positive = Field(1, description="Steps between measurements on the held-out rollouts.")
-    checkpoint_steps: tuple[int, ...] = Field(
+    checkpoint_steps: tuple[Positive, ...] = Field(
         (), description="Steps whose checkpoints are kept for ever; each can start RL."
     )
 
@@ -226,8 +236,8 @@ class RLSection(Section):
     )
     dynamic_sampling: bool = Field(
         False,
-        description="DAPO: drop prompts whose samples all have the same reward and sample others in their "
-        "place.",
+        description="DAPO: drop prompts whose samples are all right or all wrong and sample others in "
+        "their place.",
     )
     dynamic_sampling_rounds: Positive = Field(
         10,
@@ -318,7 +328,7 @@ class Config(Section):
     """A whole run."""
 
     run_dir: str = Field(description="Directory that the run writes to and resumes from.")
-    seed: NonNegative = Field(0, description="Seed of initial weights, data order and sampling.")
+    seed: int = Field(0, ge=0, lt=2**32, description="Seed of initial weights, data order and sampling.")
     phases: tuple[Phase, ...] = Field(
         ("sft", "value", "rl", "evaluate"), description="Phases of `vcppo run`, in this order."
     )

@@ -7,6 +7,10 @@ from typing import TYPE_CHECKING
 if TYPE_CHECKING:
     from vcppo_jax.config import Config
 
+TASK_NAMES = ("running_sum", "alternating_sum")
+GYM = "reasoning_gym/"
+"""Before the name of one of reasoning-gym's tasks."""
+
 
 def check_algorithm(config: Config) -> None:
     """What the estimator and the rewards need of the rollout."""
@@ -23,6 +27,15 @@ def check_algorithm(config: Config) -> None:
     if config.algorithm.sft_coef == 0 and config.algorithm.sft_batch_size != 16:
         raise ValueError("algorithm.sft_batch_size needs algorithm.sft_coef above 0")
 
+    samples = config.rl.prompts_per_step * n
+    if algorithm.kl_target is not None and 0.2 * samples >= algorithm.kl_horizon:
+        raise ValueError(
+            f"algorithm.kl_horizon={algorithm.kl_horizon} is too short for steps of {samples} samples: the "
+            f"coefficient could reach 0; set it above {int(0.2 * samples)}, better far above"
+        )
+    if algorithm.kl_target is None and algorithm.kl_horizon != 10_000:
+        raise ValueError("algorithm.kl_horizon needs algorithm.kl_target")
+
 
 def check_value_model(config: Config) -> None:
     """Where the value model starts, and whether there is one."""
@@ -33,6 +46,18 @@ def check_value_model(config: Config) -> None:
         if config.rl.critic_warmup_steps:
             raise ValueError(
                 f"algorithm.advantage={advantage} has no value model: set rl.critic_warmup_steps to 0"
+            )
+    if section.step is not None:
+        last = config.value.steps
+        kept = sorted({step for step in config.value.checkpoint_steps if step < last} | {last})
+        if "value" not in config.phases:
+            raise ValueError(
+                "value_model.step is a step of this run's value phase, which phases does not list"
+            )
+        if section.step not in kept:
+            raise ValueError(
+                f"value_model.step={section.step}: expected a step that is kept for ever, one of "
+                f"{', '.join(map(str, kept))} (value.checkpoint_steps and the last)"
             )
     if section.init == "checkpoint" and section.path is None:
         raise ValueError("value_model.init=checkpoint needs value_model.path")
@@ -50,7 +75,10 @@ def check_value_model(config: Config) -> None:
 
 
 def check_sizes(config: Config) -> None:
-    """Batches that divide, rows that are long enough."""
+    """Batches that divide, rows that are long enough, lengths that are given once."""
+    for name, training in (("sft", config.sft), ("reward_model", config.reward_model)):
+        if training.steps is not None and training.epochs != 1:
+            raise ValueError(f"{name}.epochs and {name}.steps both say how long: set one of them")
     for phase, section in (("value", config.value), ("rl", config.rl)):
         samples = section.prompts_per_step * config.rollout.n
         if phase in config.phases and samples % section.mini_batch_size:
@@ -67,8 +95,18 @@ def check_sizes(config: Config) -> None:
 
 
 def check_data(config: Config) -> None:
-    """Files that phases need where the built-in task does not write its own."""
-    if config.data.train.startswith("task:"):
+    """Files that phases need where a built-in task does not write its own, and tasks that there are."""
+    for source in (config.data.train, config.data.validation or ""):
+        name = source.removeprefix("task:")
+        if source.startswith("task:") and name not in TASK_NAMES and not name.startswith(GYM):
+            raise ValueError(
+                f"data: no task {name!r}; expected task:NAME with one of {', '.join(TASK_NAMES)}, or "
+                f"task:{GYM}NAME"
+            )
+    has_own = config.data.train.startswith("task:")
+    if "rl" in config.phases and config.rl.evaluate_every and not (has_own or config.data.validation):
+        raise ValueError("rl.evaluate_every needs held-out problems: set data.validation, or it to 0")
+    if has_own and not config.data.train.startswith(f"task:{GYM}"):
         return
     if config.sft.data is None and "sft" in config.phases:
         raise ValueError("sft.data: expected a file of demonstrations, or remove sft from phases")

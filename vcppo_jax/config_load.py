@@ -13,11 +13,29 @@ from typing import Any
 import yaml
 from pydantic import BaseModel, ValidationError
 
-from vcppo_jax.config import Config
+from vcppo_jax.config import PHASES, Config
 
 
 class ConfigError(ValueError):
     """A key, value or combination that the configuration does not allow; the message is for the user."""
+
+
+class _StrictLoader(yaml.SafeLoader):
+    """YAML's safe loader, which refuses a key that stands twice in one mapping."""
+
+    def construct_mapping(self, node: yaml.MappingNode, deep: bool = False) -> dict[Any, Any]:
+        """The mapping; merged ones (`<<`) may hold the same keys."""
+        seen: set[Any] = set()
+        for key_node, _ in node.value:
+            if key_node.tag == "tag:yaml.org,2002:merge":
+                continue
+            key = self.construct_object(key_node, deep=True)
+            if key in seen:
+                raise yaml.constructor.ConstructorError(
+                    None, None, f"the key {key!r} stands here twice", key_node.start_mark
+                )
+            seen.add(key)
+        return super().construct_mapping(node, deep)
 
 
 def iterate_keys(model: type[BaseModel] = Config, prefix: str = "") -> Iterator[tuple[str, Any]]:
@@ -60,7 +78,7 @@ def read_yaml(path: Path, stack: tuple[Path, ...] = ()) -> dict[str, Any]:
         reason = getattr(error, "strerror", None) or str(error)
         raise ConfigError(f"{path}: cannot read the configuration: {reason}") from None
     try:
-        data = yaml.safe_load(text)
+        data = yaml.load(text, _StrictLoader)
     except yaml.YAMLError as error:
         mark = getattr(error, "problem_mark", None)
         line = f":{mark.line + 1}" if mark else ""
@@ -74,8 +92,11 @@ def read_yaml(path: Path, stack: tuple[Path, ...] = ()) -> dict[str, Any]:
 
 def _apply_includes(data: dict[str, Any], path: Path, stack: tuple[Path, ...] = ()) -> dict[str, Any]:
     include = data.pop("include", [])
+    names = [include] if isinstance(include, str) else include
+    if not isinstance(names, list) or not all(isinstance(name, str) for name in names):
+        raise ConfigError(f"{path}: include: expected a file or a list of files, got {include!r}")
     base: dict[str, Any] = {}
-    for name in [include] if isinstance(include, str) else include:
+    for name in names:
         base = _merge(base, read_yaml(path.parent / str(name), stack))
     return _merge(base, data)
 
@@ -111,8 +132,8 @@ def describe_errors(error: ValidationError, path: Path, model: type[BaseModel] =
     return "\n".join(f"{path}: {line}" for line in lines)
 
 
-def load_config(path: str | Path, overrides: Sequence[str] = ()) -> Config:
-    """The validated configuration of a YAML file.
+def load_config(path: str | Path, overrides: Sequence[str] = (), *, phase: str | None = None) -> Config:
+    """The validated configuration of a YAML file, also for running `phase` alone, if one is given.
 
     `include: [FILE, ...]` in the file puts those files beneath it; overrides (`key.sub=value`, the value
     read as YAML; `include=FILE` merges a file) go over it in their order. Raises ConfigError, one line per
@@ -123,7 +144,12 @@ def load_config(path: str | Path, overrides: Sequence[str] = ()) -> Config:
     for text in overrides:
         data = _merge(data, _parse_override(text, path))
     try:
-        return Config.model_validate(data)
+        config = Config.model_validate(data)
+        if phase is not None and phase not in config.phases:
+            # What is asked for must make sense too, whatever `vcppo run` would do.
+            together = sorted({*config.phases, phase}, key=PHASES.index)
+            Config.model_validate(data | {"phases": together})
+        return config
     except ValidationError as error:
         raise ConfigError(describe_errors(error, path)) from None
 

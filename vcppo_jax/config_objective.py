@@ -194,7 +194,7 @@ class AlgorithmSection(Section):
         0.0,
         ge=0,
         description="Weight of the negative log-likelihood of demonstrations (sft.data, or the built-in "
-        "task's), mixed into each update of the policy.",
+        "task's), mixed into each update of the policy, at rollout.temperature.",
     )
     sft_batch_size: Positive = Field(16, description="Demonstrations per update for sft_coef.")
 

@@ -282,10 +282,6 @@ class RecordStream(Generic[T]):
             raise ValueError(f"position, count: expected none below 0, got {position}, {count}")
         return [self._records[int(self._order[index])] for index in range(position, position + count)]
 
-    def epoch(self, position: int) -> float:
-        """How often the records have been gone through at `position`."""
-        return position / len(self._records)
-
 
 def _question(row: Row) -> str:
     """The text that the user wrote: the prompt, or the last message."""

@@ -17,6 +17,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax.sharding import Mesh
 
+from vcppo_jax.config_load import ConfigError
 from vcppo_jax.data.tokenizer import builtin_model_dir, eos_ids, load_tokenizer
 from vcppo_jax.models import hf
 from vcppo_jax.models.config import ModelConfig, model_config
@@ -141,6 +142,22 @@ def value_model_and_origin(
     specs = weight_specs(config, head="value", head_bias=facts["head_bias"])
     params = read_params(source.checkpoint, abstract_params(specs, mesh), subtree="critic/params")
     return ValueModel(params, config), f"value model from {source.checkpoint}; head loaded"
+
+
+def check_tokenizer(path: str | Path, model_dir: Path, tokenizer: Any) -> None:
+    """Raise ConfigError where the model at `path` reads other token ids than the policy's `tokenizer` writes.
+
+    A directory without a tokenizer of its own passes.
+    """
+    if not (model_dir / "tokenizer_config.json").is_file():
+        return
+    theirs = load_tokenizer(model_dir).get_vocab()
+    for token, number in sorted(tokenizer.get_vocab().items(), key=lambda item: item[1]):
+        if theirs.get(token) != number:
+            raise ConfigError(
+                f"{path}: expected a model with the policy's tokenizer, whose token {token!r} is {number}; "
+                f"here it is {theirs.get(token, 'unknown')}"
+            )
 
 
 def value_model_from_policy(policy: Policy, mesh: Mesh, *, head_bias: bool) -> tuple[ValueModel, str]:

@@ -188,12 +188,11 @@ def collect_varied(
     group_size: int,
     rounds: int,
 ) -> VariedRollout:
-    """Dynamic sampling (DAPO, arXiv 2503.14476, section 3.2): `prompts` groups of scores not all equal.
+    """Dynamic sampling (DAPO, arXiv 2503.14476): `prompts` groups neither all right nor all wrong.
 
     `sample(round, position)` gives `prompts` groups for the prompts from `position` on; rounds follow until
-    there are enough or `rounds` are done. What then lacks is filled up with groups of equal scores, from
-    which a group-relative estimator learns nothing, so that a step has one size. Groups beyond `prompts` are
-    not used and not sampled again in this epoch.
+    there are enough or `rounds` are done. What then lacks is filled up with the first of the other groups, so
+    that a step has one size. Groups beyond `prompts` are not used and not sampled again in this epoch.
     """
     pieces: list[tuple[ScoredRollout, np.ndarray]] = []
     varied: list[int] = []
@@ -202,7 +201,7 @@ def collect_varied(
         rollout = sample(len(pieces), position)
         scores = score(rollout)
         position += prompts
-        groups = scores.reshape(-1, group_size)
+        groups = rollout.scores.reshape(-1, group_size)
         varies = groups.max(axis=1) > groups.min(axis=1)
         first = len(pieces) * prompts
         varied += (first + np.flatnonzero(varies)).tolist()

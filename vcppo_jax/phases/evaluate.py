@@ -15,14 +15,14 @@ from vcppo_jax.phases.collect import ScoredRollout, collect
 from vcppo_jax.phases.loop import Metrics, Timer
 from vcppo_jax.phases.workspace import Workspace
 from vcppo_jax.rollout.sampling import Sampling
-from vcppo_jax.run.metrics import MetricsWriter, StepLog
+from vcppo_jax.run.metrics import MetricsWriter, StepLog, WandbSettings
 
 
 def evaluation_sampling(workspace: Workspace) -> Sampling:
     """How evaluation samples."""
-    section = workspace.config.evaluate
+    section, limit = workspace.config.evaluate, workspace.config.evaluate.max_new_tokens
     return Sampling(
-        max_new_tokens=section.max_new_tokens or workspace.config.rollout.max_new_tokens,
+        max_new_tokens=workspace.config.rollout.max_new_tokens if limit is None else limit,
         temperature=section.temperature,
         top_k=section.top_k,
         top_p=section.top_p,
@@ -92,8 +92,8 @@ def last_policy(workspace: Workspace) -> tuple[Policy, str]:
     """The run's last policy, and which it is: RL's, else the cold start's, else that of `model.path`."""
     model = workspace.config.model
     for phase in ("rl", "sft"):
-        if (workspace.run_dir / phase / "checkpoints").is_dir():
-            directory = workspace.run_dir / phase
+        directory = workspace.run_dir / phase
+        if any(step.name.isdigit() for step in (directory / "checkpoints").glob("*")):
             return load_policy(
                 directory, compute_dtype=model.compute_dtype, remat=model.remat, mesh=workspace.mesh
             ), phase
@@ -117,8 +117,12 @@ def run(workspace: Workspace) -> None:
     for example in examples:
         samples.append({"step": 0, **example})
     samples.close()
+    wandb = None
+    if config.logging.wandb:
+        shown = f"{workspace.run_dir.name}/evaluate"
+        wandb = WandbSettings(config.logging.wandb_project, shown, config.model_dump(mode="json"))
     with MetricsWriter(
-        phase_dir, resume_step=None, tensorboard=config.logging.tensorboard, wandb=None
+        phase_dir, resume_step=None, tensorboard=config.logging.tensorboard, wandb=wandb
     ) as writer:
         writer.write(0, metrics | timer.metrics())
     workspace.progress.update(1, metrics)

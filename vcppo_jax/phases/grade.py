@@ -16,7 +16,7 @@ from vcppo_jax.config import GradeSection
 from vcppo_jax.data.prompts import PromptRecord
 from vcppo_jax.phases.collect import collect, rollout_sampling
 from vcppo_jax.phases.evaluate import last_policy
-from vcppo_jax.phases.loop import Timer, write_whole
+from vcppo_jax.phases.loop import Timer, write_json, write_whole
 from vcppo_jax.phases.workspace import Workspace
 from vcppo_jax.run.metrics import StepLog, read_step_log
 
@@ -40,9 +40,16 @@ def run(workspace: Workspace) -> None:
     records = workspace.records("train")
     sampling = dataclasses.replace(rollout_sampling(workspace), n=section.samples_per_prompt)
     file = phase_dir / "grades.jsonl"
-    # A finished grading starts anew; of an unfinished one the last step may be half written.
+    # A finished grading, or one of another policy, starts anew; of any other one the last step may be half
+    # written.
+    checkpoints = workspace.run_dir / name / "checkpoints"
+    steps = sorted(int(step.name) for step in checkpoints.glob("*") if step.name.isdigit())
+    source = {"policy": name, "step": steps[-1] if steps else None}
+    before = phase_dir / "policy.json"
+    same = before.is_file() and json.loads(before.read_text(encoding="utf-8")) == source
+    write_json(before, source)
     done = 0
-    if file.is_file() and not (phase_dir / "summary.json").is_file():
+    if same and file.is_file() and not (phase_dir / "summary.json").is_file():
         steps = [line["step"] for line in read_step_log(file)]
         done = max(0, max(steps, default=0) - 1)
     (phase_dir / "summary.json").unlink(missing_ok=True)

@@ -115,6 +115,8 @@ class PhaseLoop:
     logging: LoggingSection
     progress: Progress
     signals: Signals
+    run_config: dict[str, Any] = dataclasses.field(default_factory=dict)
+    """The whole configuration, which Weights & Biases shows."""
     best_mode: str = "max"
     keep_steps: tuple[int, ...] = ()
     before: Callable[[Any], tuple[Metrics, list[dict[str, Any]]]] | None = None
@@ -156,7 +158,7 @@ class PhaseLoop:
         wandb = None
         if self.logging.wandb:
             name = f"{self.phase_dir.parent.name}/{self.phase}"
-            wandb = WandbSettings(project=self.logging.wandb_project, name=name)
+            wandb = WandbSettings(self.logging.wandb_project, name, self.run_config)
         samples = StepLog(self.phase_dir / "samples.jsonl", resume_step=resume_step)
         try:
             with MetricsWriter(

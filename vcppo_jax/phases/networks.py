@@ -3,15 +3,24 @@
 from __future__ import annotations
 
 import math
+from pathlib import Path
 from typing import Any
+
+import yaml
 
 from vcppo_jax.config import OptimizerSection
 from vcppo_jax.config_load import ConfigError
 from vcppo_jax.models.config import ModelConfig
 from vcppo_jax.models.networks import Policy, ValueModel
 from vcppo_jax.models.specs import weight_specs
-from vcppo_jax.phases.artifacts import find_model, value_model_and_origin, value_model_from_policy
+from vcppo_jax.phases.artifacts import (
+    check_tokenizer,
+    find_model,
+    value_model_and_origin,
+    value_model_from_policy,
+)
 from vcppo_jax.phases.workspace import Workspace
+from vcppo_jax.run.checkpoint_read import newest_meta
 from vcppo_jax.train.learner import Learner
 from vcppo_jax.train.objectives import PolicyObjective, ValueObjective
 from vcppo_jax.train.optimizer import learning_rate_schedule, make_optimizer
@@ -99,28 +108,76 @@ def critic_learner(workspace: Workspace, value_model: ModelConfig, *, head_bias:
 
 
 def starting_value_model(workspace: Workspace, policy: Policy, phase: str) -> tuple[ValueModel, str]:
-    """(value model, where it comes from) that `phase` starts with; see config's value_model.init."""
-    config = workspace.config
-    section, model = config.value_model, config.model
-    path: Any = section.path
-    if phase == "rl" and "value" in config.phases and section.init != "checkpoint":
-        path = workspace.run_dir / "value"
-        if section.step is not None:
-            path = path / "checkpoints" / str(section.step)
-        find_model(path, "critic")
-    elif section.init == "policy":
+    """(value model, where it comes from) that `phase` starts with; see config's value_model.init.
+
+    Raises ConfigError where the phase that it should come from is not finished or had other rewards, and
+    where its tokenizer is not the policy's.
+    """
+    config, section = workspace.config, workspace.config.value_model
+    path = value_model_path(workspace, phase)
+    if path is None:
         return value_model_from_policy(policy, workspace.mesh, head_bias=section.head_bias)
-    elif section.init == "reward_model" and path is None:
-        path = workspace.run_dir / "reward"
-        if not (path / "summary.json").is_file():
-            raise ConfigError(
-                f"value_model.init=reward_model, but {path} holds no finished reward model; run "
-                "`vcppo reward` with this config first, or set value_model.path"
-            )
+    source = find_model(path, "critic")
+    check_tokenizer(path, source.model_dir, workspace.tokenizer)
     return value_model_and_origin(
         path,
-        compute_dtype=model.compute_dtype,
-        remat=model.remat,
+        compute_dtype=config.model.compute_dtype,
+        remat=config.model.remat,
         mesh=workspace.mesh,
         head_bias=section.head_bias,
     )
+
+
+def value_model_path(workspace: Workspace, phase: str) -> Path | None:
+    """Where the value model that `phase` starts with is read from; None for the policy's weights."""
+    config, section = workspace.config, workspace.config.value_model
+    if phase == "rl" and "value" in config.phases:
+        directory = workspace.run_dir / "value"
+        _require_same_rewards(workspace, directory)
+        if section.step is not None:
+            return directory / "checkpoints" / str(section.step)
+        if not (directory / "summary.json").is_file():
+            raise ConfigError(
+                f"phases lists value, but {directory} holds no finished value-pretraining; run `vcppo value` "
+                "with this config first, set value_model.step, or set phases without value"
+            )
+        return directory
+    if section.init == "policy":
+        return None
+    if section.path is not None:
+        return Path(section.path)
+    directory = workspace.run_dir / "reward"
+    if not (directory / "summary.json").is_file():
+        raise ConfigError(
+            f"value_model.init=reward_model, but {directory} holds no finished reward model; run "
+            "`vcppo reward` with this config first, or set value_model.path"
+        )
+    return directory
+
+
+def value_model_dir(workspace: Workspace, phase: str) -> Path:
+    """The directory whose config.json and tokenizer the value model of `phase` has."""
+    path = value_model_path(workspace, phase)
+    return workspace.model_dir if path is None else find_model(path, "critic").model_dir
+
+
+def _require_same_rewards(workspace: Workspace, directory: Path) -> None:
+    file = directory / "config.yaml"
+    if not file.is_file():
+        return  # `find_model` says that there is nothing
+    theirs = yaml.safe_load(file.read_text(encoding="utf-8"))["reward"]
+    ours = workspace.config.reward.model_dump(mode="json")
+    if changed := [f"reward.{key}" for key in ours if ours[key] != theirs.get(key)]:
+        raise ConfigError(
+            f"{directory}: its value model learned from other rewards ({', '.join(changed)}); restore them, "
+            "or choose another run_dir"
+        )
+
+
+def starting_moments(workspace: Workspace, phase: str) -> list[float] | None:
+    """The reward moments in the checkpoint of the value model that `phase` starts with; None without any."""
+    if workspace.config.reward.normalize != "running" or workspace.config.algorithm.advantage != "gae":
+        return None
+    path = value_model_path(workspace, phase)
+    checkpoint = None if path is None else find_model(path, "critic").checkpoint
+    return None if checkpoint is None else newest_meta(checkpoint).get("reward_moments")

@@ -6,6 +6,7 @@ returns, the critic's updates, the actor's.
 
 from __future__ import annotations
 
+import functools
 from typing import Any
 
 import jax
@@ -15,12 +16,19 @@ from vcppo_jax.algos.policy import importance_weights
 from vcppo_jax.algos.shaping import adaptive_kl_coef
 from vcppo_jax.data.prompts import RecordStream
 from vcppo_jax.models.networks import Policy
-from vcppo_jax.phases.artifacts import find_model, save_model_files
+from vcppo_jax.phases.artifacts import save_model_files
 from vcppo_jax.phases.collect import ScoredRollout, VariedRollout, collect, collect_varied, rollout_sampling
 from vcppo_jax.phases.evaluate import accuracy, evaluate_policy
 from vcppo_jax.phases.experience import advantage_settings, engine_metrics, make_experience, positions
 from vcppo_jax.phases.loop import Meta, Metrics, StepResult, Timer, mean_infos, write_json
-from vcppo_jax.phases.networks import actor_learner, critic_learner, starting_value_model, updates_in
+from vcppo_jax.phases.networks import (
+    actor_learner,
+    critic_learner,
+    starting_moments,
+    starting_value_model,
+    updates_in,
+    value_model_dir,
+)
 from vcppo_jax.phases.scoring import Rewards
 from vcppo_jax.phases.sft import demonstration_samples
 from vcppo_jax.phases.utilisation import step_flops, utilisation
@@ -57,7 +65,7 @@ class RL:
         self.stream = RecordStream(workspace.records("train"), seed=self.config.seed)
         self.validation = workspace.records("validation") if self.config.rl.evaluate_every else []
         self.settings = advantage_settings(self.config)
-        self.rewards = Rewards(workspace)
+        self.rewards = Rewards(workspace, starting_moments(workspace, "rl"))
         self.demonstrations = (
             RecordStream(workspace.demonstrations(), seed=self.config.seed)
             if algorithm.sft_coef > 0
@@ -84,19 +92,17 @@ class RL:
         save_model_files(phase_dir, "actor", self.workspace.model_dir, {})
         if self.critic is None:
             return
-        section, config = self.config.value_model, self.config
-        model_dir = self.workspace.model_dir
-        if "value" in config.phases and section.init != "checkpoint":
-            model_dir = self.workspace.run_dir / "value" / "value_model"
-        elif section.path is not None:
-            model_dir = find_model(section.path, "critic").model_dir
+        model_dir = value_model_dir(self.workspace, "rl")
         save_model_files(phase_dir, "critic", model_dir, {"head_bias": self.head_bias})
 
-    def evaluate(self, state: Any) -> tuple[Metrics, list[dict[str, Any]]]:
+    def evaluate(self, state: Any, *, interruptible: bool = False) -> tuple[Metrics, list[dict[str, Any]]]:
         """Metrics and samples on held-out problems."""
-        policy = Policy(state["actor"].params, self.policy.config)
         return evaluate_policy(
-            self.workspace, policy, self.validation, key=self.workspace.key("rl", "evaluate")
+            self.workspace,
+            Policy(state["actor"].params, self.policy.config),
+            self.validation,
+            key=self.workspace.key("rl", "evaluate"),
+            interruptible=interruptible,
         )
 
     def step(self, step: int, state: Any, meta: Meta) -> StepResult:
@@ -128,11 +134,13 @@ class RL:
         metrics = rollout.metrics() | collected.metrics | reward_metrics | self._relevant(statistics)
         metrics |= engine_metrics(old_logprobs, rollout)
         if self.reference is not None:
-            meta, kl_metrics = self._kl(old_logprobs, ref_logprobs, rollout, kl_coef, meta)
+            adapts = step > config.rl.critic_warmup_steps  # until then the two are one
+            meta, kl_metrics = self._kl(old_logprobs, ref_logprobs, rollout, kl_coef, meta, adapts=adapts)
             metrics |= kl_metrics
         state, infos = self._update(step, state, rollout, experience, loss_mask, kl_coef, timer)
         metrics |= infos
-        best = metrics["critic/score/mean"]
+        # With dynamic sampling the score is that of chosen prompts, near 0 whatever the policy.
+        best = metrics.get("dynamic_sampling/acc/mean", metrics["critic/score/mean"])
         if config.rl.evaluate_every and (step % config.rl.evaluate_every == 0 or step == config.rl.steps):
             with timer("testing"):
                 held_out, _ = self.evaluate(state)
@@ -141,7 +149,8 @@ class RL:
             best = accuracy(metrics)
         metrics |= timer.metrics()
         metrics["perf/total_num_tokens"] = packing.tokens
-        metrics["perf/throughput"] = packing.tokens / metrics["timing_s/step"]
+        seconds = metrics["timing_s/step"] - metrics.get("timing_s/testing", 0.0)
+        metrics["perf/throughput"] = packing.tokens / seconds
         metrics |= utilisation(
             config,
             step_flops(
@@ -152,7 +161,7 @@ class RL:
                 has_reference=self.reference is not None,
                 trains_actor=step > config.rl.critic_warmup_steps,
             ),
-            metrics["timing_s/step"],
+            seconds,
         )
         return StepResult(
             state, meta, metrics, rollout.examples(config.logging.samples_per_step), best_metric=best
@@ -164,12 +173,13 @@ class RL:
         policy = Policy(state["actor"].params, self.policy.config)
 
         def sample(round_: int, at: int) -> ScoredRollout:
+            names: tuple[str | int, ...] = ("round", round_) if round_ else ()
             return collect(
                 self.workspace,
                 policy,
                 self.stream.take(at, prompts),
                 sampling=rollout_sampling(self.workspace),
-                key=self.workspace.key("rl", "rollout", step, *([round_] if round_ else [])),
+                key=self.workspace.key("rl", "rollout", step, *names),
                 timer=timer,
                 interruptible=True,
             )
@@ -191,13 +201,20 @@ class RL:
         )
 
     def _kl(
-        self, old: np.ndarray, ref: np.ndarray, rollout: ScoredRollout, kl_coef: float, meta: Meta
+        self,
+        old: np.ndarray,
+        ref: np.ndarray,
+        rollout: ScoredRollout,
+        kl_coef: float,
+        meta: Meta,
+        *,
+        adapts: bool,
     ) -> tuple[Meta, Metrics]:
         """(meta with the next step's coefficient, metrics): KL to the reference, k1, mean over tokens."""
         kl = float((old - ref)[rollout.samples.mask].mean())
         metrics = {"critic/kl": kl, "critic/kl_coef": kl_coef}
         algorithm = self.config.algorithm
-        if algorithm.kl_target is not None:
+        if algorithm.kl_target is not None and adapts:
             meta = meta | {
                 "kl_coef": adaptive_kl_coef(
                     kl_coef,
@@ -272,8 +289,9 @@ class RL:
         )
         with timer("update_actor"):
             new["actor"], infos = self.actor.steps(state["actor"], batches, f"rl step {step}")
-        metrics |= mean_infos(infos, "actor/")
-        metrics["actor/ratio_first_update"] = infos[0]["ratio_mean"]
+        if infos:  # none where every response was filtered
+            metrics |= mean_infos(infos, "actor/")
+            metrics["actor/ratio_first_update"] = infos[0]["ratio_mean"]
         return new, metrics
 
     def _demonstrations(self, step: int) -> Any:
@@ -295,8 +313,9 @@ def run(workspace: Workspace) -> None:
     workspace.begin("rl")
     rl = RL(workspace)
     rl.save_model_files()
+    before = functools.partial(rl.evaluate, interruptible=True)
     loop = workspace.loop(
-        "rl", workspace.config.rl.steps, before=rl.evaluate if workspace.config.rl.evaluate_every else None
+        "rl", workspace.config.rl.steps, before=before if workspace.config.rl.evaluate_every else None
     )
     _, _, done = loop.run(rl.initial_state, rl.abstract_state(), rl.step)
     workspace.finish("rl", {"steps": done})

@@ -1,12 +1,10 @@
 """From a rollout to the reward of each response: verifier or reward model, then the shaping of config.reward.
 
 The moments of running normalisation are part of a phase's `meta`, so that a resumed run has them too, and
-RL takes over those of value-pretraining.
+RL takes over those of the checkpoint that its value model comes from.
 """
 
 from __future__ import annotations
-
-import json
 
 import jax.numpy as jnp
 import numpy as np
@@ -28,7 +26,8 @@ from vcppo_jax.phases.workspace import Workspace
 class Rewards:
     """The rewards of a run's rollouts."""
 
-    def __init__(self, workspace: Workspace) -> None:
+    def __init__(self, workspace: Workspace, moments: list[float] | None = None) -> None:
+        """`moments`: (count, mean, sum of squares) to go on from, those of the value model's checkpoint."""
         self._config = workspace.config
         self._section = section = workspace.config.reward
         self._scorer: RewardScorer | None = None
@@ -40,10 +39,7 @@ class Rewards:
                     f"reward.normalize=reward_model: {section.model} does not say the mean and standard "
                     "deviation of its scores; give a reward phase (runs/x/reward), or use running"
                 )
-        self._start = [0.0, 0.0, 0.0]
-        before = workspace.run_dir / "value" / "summary.json"
-        if section.normalize == "running" and "value" in self._config.phases and before.is_file():
-            self._start = json.loads(before.read_text(encoding="utf-8"))["reward_moments"]
+        self._start = [0.0, 0.0, 0.0] if moments is None else moments
 
     def scores(self, rollout: ScoredRollout) -> np.ndarray:
         """[B] float32, before any shaping: the verifier's +1 and -1, or the reward model's scores."""

@@ -41,7 +41,9 @@ def run(workspace: Workspace) -> None:
     phase_dir = workspace.begin("sft")
     policy = workspace.base_policy()
     stream = RecordStream(workspace.demonstrations(), seed=config.seed)
-    steps = section.steps or section.epochs * math.ceil(len(stream) / section.batch_size)
+    steps = section.steps
+    if steps is None:
+        steps = section.epochs * math.ceil(len(stream) / section.batch_size)
     actor = learner(
         workspace,
         "policy",
@@ -74,6 +76,6 @@ def run(workspace: Workspace) -> None:
     )
     trained = Policy(state["actor"].params, policy.config)
     summary, _ = evaluate_policy(
-        workspace, trained, workspace.records("validation"), key=workspace.key("sft")
+        workspace, trained, workspace.records("validation"), key=workspace.key("sft"), interruptible=True
     )
     workspace.finish("sft", {"steps": done, **summary})

@@ -37,7 +37,9 @@ def step_flops(
 def utilisation(config: Config, flops: float, seconds: float) -> Metrics:
     """`perf/mfu` over all devices; nothing where their peak is not known."""
     devices = jax.devices()
-    peak = config.logging.peak_tflops or peak_tflops(devices[0].device_kind)
+    peak = config.logging.peak_tflops
+    if peak is None:
+        peak = peak_tflops(devices[0].device_kind)
     if peak is None:
         return {}
     return {"perf/mfu": flops / seconds / (peak * 1e12 * len(devices))}

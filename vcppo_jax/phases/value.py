@@ -10,11 +10,16 @@ import numpy as np
 from vcppo_jax.algos.losses import token_weights, value_loss
 from vcppo_jax.algos.masked import explained_variance
 from vcppo_jax.data.prompts import RecordStream
-from vcppo_jax.phases.artifacts import find_model, save_model_files
+from vcppo_jax.phases.artifacts import save_model_files
 from vcppo_jax.phases.collect import ScoredRollout, collect, rollout_sampling
 from vcppo_jax.phases.experience import advantage_settings, make_experience
 from vcppo_jax.phases.loop import Meta, Metrics, StepResult, Timer, mean_infos
-from vcppo_jax.phases.networks import critic_learner, starting_value_model
+from vcppo_jax.phases.networks import (
+    critic_learner,
+    starting_moments,
+    starting_value_model,
+    value_model_dir,
+)
 from vcppo_jax.phases.scoring import Rewards
 from vcppo_jax.phases.workspace import Workspace
 from vcppo_jax.train.learner import Scorer
@@ -60,82 +65,88 @@ class HeldOut:
         }
 
 
-def run(workspace: Workspace) -> None:
-    """Train the value model alone until `value.steps`, or until it has settled."""
-    config, section = workspace.config, workspace.config.value
-    phase_dir = workspace.begin("value")
-    policy = workspace.starting_policy()
-    value_model, origin = starting_value_model(workspace, policy, "value")
-    workspace.progress.message(origin)
-    bias = "bias" in value_model.params["score"]
-    critic = critic_learner(workspace, value_model.config, head_bias=bias, phase="value")
-    scorer = Scorer(ValueScore(value_model.config), workspace.mesh)
-    source = config.value_model.path if config.value_model.init != "policy" else None
-    model_dir = workspace.model_dir if source is None else find_model(source, "critic").model_dir
-    save_model_files(phase_dir, "critic", model_dir, {"head_bias": bias})
-    records = workspace.records("train")
-    stream = RecordStream(records, seed=config.seed)
-    held_out_records = (workspace.records("validation") or records)[: section.held_out_prompts]
-    rewards = Rewards(workspace)
-    # Monte-Carlo returns, whatever RL uses later; the policy is its own reference, so there is no KL.
-    settings = dataclasses.replace(
-        advantage_settings(config), lambda_critic=1.0, whiten=False, kl_in_reward=False
-    )
-    sample = rollout_sampling(workspace)
-    held_out: list[HeldOut] = []
+class ValuePretraining:
+    """The frozen policy, the value model and the data; `step` is one step of the phase's loop."""
 
-    def measure(state: Any, meta: Meta) -> Metrics:
-        if not held_out:
+    def __init__(self, workspace: Workspace) -> None:
+        self.workspace, self.config = workspace, workspace.config
+        self.policy = workspace.starting_policy()
+        self.value_model, self.origin = starting_value_model(workspace, self.policy, "value")
+        workspace.progress.message(self.origin)
+        self.head_bias = "bias" in self.value_model.params["score"]
+        self.critic = critic_learner(
+            workspace, self.value_model.config, head_bias=self.head_bias, phase="value"
+        )
+        self.scorer = Scorer(ValueScore(self.value_model.config), workspace.mesh)
+        records = workspace.records("train")
+        self.stream = RecordStream(records, seed=self.config.seed)
+        validation = workspace.records("validation")
+        self.held_out_records = (validation or records)[: self.config.value.held_out_prompts]
+        self.held_out: HeldOut | None = None
+        self.rewards = Rewards(workspace, starting_moments(workspace, "value"))
+        # Monte-Carlo returns, whatever RL uses later; the policy is its own reference, so there is no KL.
+        self.settings = dataclasses.replace(
+            advantage_settings(self.config),
+            advantage="gae",
+            lambda_critic=1.0,
+            whiten=False,
+            kl_in_reward=False,
+        )
+
+    def measure(self, state: Any, meta: Meta, *, interruptible: bool = False) -> Metrics:
+        """Value loss and explained variance on the held-out rollouts, which the first call samples."""
+        if self.held_out is None:
             rollout = collect(
-                workspace,
-                policy,
-                held_out_records,
-                sampling=sample,
-                key=workspace.key("value", "held_out"),
+                self.workspace,
+                self.policy,
+                self.held_out_records,
+                sampling=rollout_sampling(self.workspace),
+                key=self.workspace.key("value", "held_out"),
                 timer=Timer(),
-                interruptible=False,
+                interruptible=interruptible,
             )
-            held_out.append(HeldOut(rollout, rewards.scores(rollout), scorer, config.algorithm.gamma))
-        kept = held_out[0]
-        shaped, _, _ = rewards.shape(kept.scores, kept.rollout, meta, learn=False)
+            scores = self.rewards.scores(rollout)
+            self.held_out = HeldOut(rollout, scores, self.scorer, self.config.algorithm.gamma)
+        kept = self.held_out
+        shaped, _, _ = self.rewards.shape(kept.scores, kept.rollout, meta, learn=False)
         return kept.measure(state["critic"].params, shaped)
 
-    def step_function(step: int, state: Any, meta: Meta) -> StepResult:
-        timer = Timer()
+    def step(self, step: int, state: Any, meta: Meta) -> StepResult:
+        """One step: fresh samples, their returns, the value model's updates, the held-out measurement."""
+        timer, section = Timer(), self.config.value
         rollout = collect(
-            workspace,
-            policy,
-            stream.take((step - 1) * section.prompts_per_step, section.prompts_per_step),
-            sampling=sample,
-            key=workspace.key("value", "rollout", step),
+            self.workspace,
+            self.policy,
+            self.stream.take((step - 1) * section.prompts_per_step, section.prompts_per_step),
+            sampling=rollout_sampling(self.workspace),
+            key=self.workspace.key("value", "rollout", step),
             timer=timer,
             interruptible=True,
         )
         with timer("values"):
-            values = scorer(state["critic"].params, rollout.samples.pack())
+            values = self.scorer(state["critic"].params, rollout.samples.pack())
         with timer("reward"):
-            shaped, meta, reward_metrics = rewards.shape(rewards.scores(rollout), rollout, meta)
+            shaped, meta, reward_metrics = self.rewards.shape(self.rewards.scores(rollout), rollout, meta)
         experience, statistics, _ = make_experience(
-            settings, rollout, shaped, rollout.samples.mask, None, None, values, 0.0
+            self.settings, rollout, shaped, rollout.samples.mask, None, None, values, 0.0
         )
         batches = mini_batches(
             rollout.samples,
             {"returns": experience.returns, "old_values": values},
-            epochs=config.critic.epochs,
+            epochs=self.config.critic.epochs,
             mini_batch_size=section.mini_batch_size,
-            aggregation=config.algorithm.value_aggregation,
-            norm_length=config.rollout.max_new_tokens,
-            seed=(config.seed, step),
+            aggregation=self.config.algorithm.value_aggregation,
+            norm_length=self.config.rollout.max_new_tokens,
+            seed=(self.config.seed, step),
         )
         with timer("update_critic"):
-            critic_state, infos = critic.steps(state["critic"], batches, f"value step {step}")
-        state = {"critic": critic_state}
-        metrics = rollout.metrics() | reward_metrics | statistics
-        metrics |= mean_infos(infos, "critic/")
+            critic, infos = self.critic.steps(state["critic"], batches, f"value step {step}")
+        state = {"critic": critic}
+        metrics = rollout.metrics() | reward_metrics | statistics | mean_infos(infos, "critic/")
         stop, loss = False, None
         if step % section.held_out_every == 0:
             with timer("held_out"):
-                metrics |= measure(state, meta)
+                metrics |= self.measure(state, meta)
             loss = metrics["held_out/vf_loss"]
             history = [*meta.get("history", []), [loss, metrics["held_out/vf_explained_var"]]]
             meta = meta | {"history": history}
@@ -146,24 +157,27 @@ def run(workspace: Workspace) -> None:
                 variance_tolerance=section.settle_variance_tolerance,
             )
         metrics |= timer.metrics()
-        examples = rollout.examples(config.logging.samples_per_step)
+        examples = rollout.examples(self.config.logging.samples_per_step)
         return StepResult(state, meta, metrics, examples, best_metric=loss, stop=stop)
 
+
+def run(workspace: Workspace) -> None:
+    """Train the value model alone until `value.steps`, or until it has settled."""
+    section, phase_dir = workspace.config.value, workspace.begin("value")
+    phase = ValuePretraining(workspace)
+    save_model_files(phase_dir, "critic", value_model_dir(workspace, "value"), {"head_bias": phase.head_bias})
     loop = workspace.loop(
         "value",
         section.steps,
         best_mode="min",
         keep_steps=section.checkpoint_steps,
-        before=lambda state: (measure(state, {}), []),
+        before=lambda state: (phase.measure(state, {}, interruptible=True), []),
     )
     state, meta, done = loop.run(
-        lambda: {"critic": critic.new_state(value_model.params)},
-        {"critic": critic.abstract_state},
-        step_function,
+        lambda: {"critic": phase.critic.new_state(phase.value_model.params)},
+        {"critic": phase.critic.abstract_state},
+        phase.step,
     )
     if done < section.steps:
         workspace.progress.message(f"value: settled after {done} steps")
-    summary = {"steps": done, "origin": origin, **measure(state, meta)}
-    if "reward_moments" in meta:
-        summary["reward_moments"] = meta["reward_moments"]
-    workspace.finish("value", summary)
+    workspace.finish("value", {"steps": done, "origin": phase.origin, **phase.measure(state, meta)})

@@ -15,6 +15,7 @@ import yaml
 from jax.sharding import Mesh
 
 from vcppo_jax.config import Config
+from vcppo_jax.config_checks import GYM
 from vcppo_jax.config_load import ConfigError, dump_config
 from vcppo_jax.data.packing import PackShape, pack_shape
 from vcppo_jax.data.prompts import (
@@ -28,7 +29,14 @@ from vcppo_jax.data.prompts import (
     task_rows,
 )
 from vcppo_jax.data.records import Row, read_rows
-from vcppo_jax.data.tasks import TASKS, demonstrations, preferences, problems
+from vcppo_jax.data.tasks import (
+    TASKS,
+    Problem,
+    demonstrations,
+    preferences,
+    problems,
+    reasoning_gym_problems,
+)
 from vcppo_jax.data.tokenizer import eos_ids, load_tokenizer, pad_id
 from vcppo_jax.models.config import model_config
 from vcppo_jax.models.networks import Policy
@@ -41,20 +49,45 @@ from vcppo_jax.sharding import batch_shards, make_mesh
 
 TASK = "task:"
 
-# Sections whose keys change no result, or that another phase reads.
-NOT_COMPARED = {
-    "sft": {
-        *("value_model", "rollout", "algorithm", "actor", "critic", "reward_model", "reward", "value", "rl"),
-    },
-    "reward": {"value_model", "rollout", "algorithm", "actor", "critic", "sft", "reward", "value", "rl"},
-    "value": {"actor", "sft", "reward_model", "rl"},
-    "rl": {"sft", "reward_model", "value"},
-    "evaluate": {
-        *("sft", "reward_model", "reward", "value", "rl", "value_model", "algorithm", "actor", "critic"),
-    },
+# What each phase's results depend on: sections or keys that must stay as they are while it is unfinished.
+_CRITIC = ("value_model", "reward", "algorithm.gamma", "algorithm.value_clip", "algorithm.value_aggregation")
+COMPARED: dict[str, tuple[str, ...]] = {
+    "sft": ("seed", "model", "data", "sft", "rollout.max_new_tokens"),
+    "reward": ("seed", "model", "data", "reward_model", "rollout.max_new_tokens"),
+    "value": ("seed", "model", "data", "rollout", "value", "critic", *_CRITIC),
+    "rl": ("seed", "model", "data", "rollout", "rl", "critic", "actor", "algorithm", *_CRITIC),
+    "grade": ("seed", "model", "data", "rollout", "grade"),
+    "evaluate": (),  # it always evaluates again
 }
-NOT_COMPARED["grade"] = NOT_COMPARED["evaluate"]
-NEVER_COMPARED = {"run_dir", "phases", "mesh", "train", "evaluate", "verifier", "checkpoint", "logging"}
+NEVER_COMPARED = {"data.validation", "model.remat", "rl.evaluate_every"}
+STARTS_FROM = {"reward": ("sft",), "value": ("sft",), "rl": ("sft", "value")}
+"""Phases of the run that a phase starts from where `phases` lists them."""
+
+
+def changed_settings(phase: str, ours: dict[str, Any], theirs: dict[str, Any]) -> list[str]:
+    """Dotted keys in which two configurations (as plain dicts) differ that `phase` depends on."""
+    wanted = COMPARED[phase]
+    if phase == "rl" and ours["algorithm"]["sft_coef"] > 0:
+        wanted = (*wanted, "sft.data")  # its demonstrations are mixed into the updates
+    one, other = _flat(ours), _flat(theirs)
+    changed = [
+        key
+        for key in one
+        if any(key == name or key.startswith(f"{name}.") for name in wanted)
+        and key not in NEVER_COMPARED
+        and one[key] != other.get(key)
+    ]
+    start = STARTS_FROM.get(phase, ())
+    if [name in ours["phases"] for name in start] != [name in theirs["phases"] for name in start]:
+        changed.append(f"phases (which of {', '.join(start)} it starts from)")
+    return changed
+
+
+def _flat(tree: dict[str, Any], prefix: str = "") -> dict[str, Any]:
+    flat: dict[str, Any] = {}
+    for key, value in tree.items():
+        flat |= _flat(value, f"{prefix}{key}.") if isinstance(value, dict) else {f"{prefix}{key}": value}
+    return flat
 
 
 class Workspace:
@@ -119,21 +152,9 @@ class Workspace:
         directory = self.phase_dir(phase)
         ours = self.config.model_dump(mode="json")
         file = directory / "config.yaml"
-        if file.is_file():
+        if file.is_file() and not (phase == "grade" and (directory / "summary.json").is_file()):
             theirs = yaml.safe_load(file.read_text(encoding="utf-8"))
-            skip = NOT_COMPARED[phase] | NEVER_COMPARED
-            if phase != "grade":
-                skip = skip | {"grade"}
-            if phase == "rl" and self.config.algorithm.sft_coef > 0:
-                skip = skip - {"sft"}  # its demonstrations are mixed into the updates
-            changed = [
-                f"{section}.{key}" if isinstance(value, dict) else section
-                for section, value in ours.items()
-                if section not in skip
-                for key in (value if isinstance(value, dict) else [section])
-                if (theirs.get(section, {}).get(key) if isinstance(value, dict) else theirs.get(section))
-                != (value[key] if isinstance(value, dict) else value)
-            ]
+            changed = changed_settings(phase, ours, theirs)
             if changed:
                 raise ConfigError(
                     f"{directory} began with other settings of {', '.join(changed)}; restore them "
@@ -153,6 +174,7 @@ class Workspace:
             logging=self.config.logging,
             progress=self.progress,
             signals=self.signals,
+            run_config=self.config.model_dump(mode="json"),
             **options,
         )
 
@@ -214,24 +236,31 @@ class Workspace:
     def rows(self, split: str) -> list[tuple[str, list[Row]]]:
         """(name, rows) of each source of "train" or "validation"."""
         data = self.config.data
-        if data.train.startswith(TASK):
-            name = data.train[len(TASK) :]
-            task = self.task()
-            count = data.task.train_problems if split == "train" else data.task.validation_problems
-            found = problems(task, count, seed=self.config.seed, split=split)  # type: ignore[arg-type]
-            return [(name, task_rows(found, source=name))]
-        files = data.train if split == "train" else data.validation
-        if files is None:
-            return []
-        return [(file.strip(), read_rows(file.strip())) for file in files.split(",")]
+        sources = data.train if split == "train" else data.validation
+        if sources is None and data.train.startswith(TASK):
+            sources = data.train
+        found = []
+        for source in (sources or "").split(","):
+            if source.startswith(TASK):
+                name = source.removeprefix(TASK)
+                found.append((name, task_rows(self._problems(name, split), source=name)))
+            elif source:
+                found.append((source.strip(), read_rows(source.strip())))
+        return found
 
-    def task(self) -> Any:
-        """The built-in task that data.train names."""
-        name, section = self.config.data.train[len(TASK) :], self.config.data.task
-        if name not in TASKS:
-            raise ConfigError(
-                f"data.train: no task {name!r}; expected task:NAME with one of {', '.join(TASKS)}"
-            )
+    def _problems(self, name: str, split: str) -> list[Problem]:
+        section, seed = self.config.data.task, self.config.seed
+        if name.startswith(GYM):
+            # One draw for both splits, for it has no question twice.
+            train, held_out = section.train_problems, section.validation_problems
+            drawn = reasoning_gym_problems(name.removeprefix(GYM), train + held_out, seed=seed)
+            return drawn[:train] if split == "train" else drawn[train:]
+        count = section.train_problems if split == "train" else section.validation_problems
+        return problems(self.task(name), count, seed=seed, split=split)  # type: ignore[arg-type]
+
+    def task(self, name: str) -> Any:
+        """The built-in task of this name."""
+        section = self.config.data.task
         size = {"running_sum": "digits", "alternating_sum": "additions"}[name]
         return TASKS[name](
             getattr(section, size),
@@ -259,10 +288,12 @@ class Workspace:
         config = self.config
         if config.sft.data is not None:
             name, rows = config.sft.data, read_rows(config.sft.data)
-        else:
+        elif config.data.train.startswith(TASK):
             name = config.data.train[len(TASK) :]
-            pairs = demonstrations(self.task(), config.data.task.demonstrations, seed=config.seed)
+            pairs = demonstrations(self.task(name), config.data.task.demonstrations, seed=config.seed)
             rows = task_rows([p for p, _ in pairs], source=name, responses=[r for _, r in pairs])
+        else:
+            raise ConfigError("sft.data: expected a file of demonstrations")
         examples, report = sft_examples(
             rows,
             self.tokenizer,
@@ -281,7 +312,7 @@ class Workspace:
             name, rows = config.reward_model.data, read_rows(config.reward_model.data)
         elif config.data.train.startswith(TASK):
             name = config.data.train[len(TASK) :]
-            made = preferences(self.task(), config.data.task.train_problems, seed=config.seed)
+            made = preferences(self.task(name), config.data.task.train_problems, seed=config.seed)
             rows = task_rows([pair.problem for pair in made], source=name, pairs=[pair[1:] for pair in made])
         else:
             raise ConfigError("reward_model.data: expected a file of pairs")

@@ -157,6 +157,15 @@ def read_meta(directory: epath.Path) -> dict[str, Any]:
     return ocp.JsonCheckpointHandler().restore(directory / "meta")
 
 
+def newest_meta(path: str | epath.PathLike) -> dict[str, Any]:
+    """The `meta` of a step's directory, or of the newest intact step in a directory that holds steps.
+
+    Raises CheckpointError as `read_params` does.
+    """
+    quiet_orbax()
+    return read_meta(_intact_step(epath.Path(path).absolute(), "state"))
+
+
 def reason(error: BaseException) -> str:
     """The cause of an error in a few words."""
     cause: BaseException | None = error

@@ -78,7 +78,7 @@ def mini_batches(
     which are `kl_coef` times `weights`; with `positive` [B], `positive_weights`, the plain mean over the
     tokens of the positive responses; and with `demonstrations`, a function from the number of the mini-batch
     (from 0) to samples that join it, `sft_weights`, the plain mean over their tokens. `norm_length`: see
-    `token_weights`.
+    `token_weights`. A mini-batch without a token in `loss_mask` and without demonstrations is left out.
     """
     rng = np.random.default_rng(list(seed))
     mask = samples.mask if loss_mask is None else loss_mask
@@ -88,6 +88,8 @@ def mini_batches(
         for start in range(0, len(order), mini_batch_size):
             chosen = order[start : start + mini_batch_size]
             part, valid = samples.take(chosen), mask[chosen]
+            if demonstrations is None and not valid.any():
+                continue  # nothing to learn, and momentum alone should not move the weights
             parts = {name: np.asarray(field)[chosen] for name, field in fields.items()}
             parts["weights"] = np.asarray(
                 token_weights(valid, aggregation=aggregation, norm_length=norm_length)
