@@ -2,12 +2,16 @@
 
 import json
 
+import jax.numpy as jnp
 import pytest
 from tiny_run import tiny_config
 
 from vcppo_jax.config_load import ConfigError
+from vcppo_jax.data.tokenizer import builtin_model_dir
+from vcppo_jax.phases.artifacts import save_model_files
 from vcppo_jax.phases.networks import starting_moments, value_model_path
 from vcppo_jax.phases.workspace import COMPARED, Workspace, changed_settings
+from vcppo_jax.run.checkpoint import Checkpoints
 
 # phase -> (a change that it must refuse, a change that it must allow)
 CHANGES = {
@@ -22,7 +26,7 @@ CHANGES = {
         ("sft.steps=9", "data.validation=x.jsonl", "evaluate.top_p=0.5", "train.row_tokens=50"),
     ),
     "evaluate": ((), ("seed=1", "data.validation=x.jsonl", "rollout.n=4")),
-    "grade": (("grade.easy_from=0.8", "rollout.n=4"), ("algorithm.lambda_actor=0.9", "data.validation=x.jsonl")),
+    "grade": (("grade.easy_from=0.8", "rollout.n=4"), ("rl.steps=9", "data.validation=x.jsonl")),
 }  # fmt: skip
 
 
@@ -63,6 +67,20 @@ def test_rl_needs_finished_value_pretraining_with_the_same_rewards(tmp_path):
     with pytest.raises(ConfigError, match=r"learned from other rewards \(reward\.scale\)"):
         value_model_path(other, "rl")
     assert starting_moments(workspace, "rl") is None  # no running normalisation
+
+
+def test_running_moments_are_those_of_the_checkpoint(tmp_path):
+    phase = tmp_path / "other" / "value"
+    save_model_files(phase, "critic", builtin_model_dir("tiny"), {"head_bias": False})
+    with Checkpoints(phase / "checkpoints", keep_last=2, keep_best_metric=None, keep_best_mode="min") as kept:
+        for step in (1, 2):
+            kept.save(step, {"w": jnp.zeros(2)}, {"reward_moments": [float(step), 0.5, 0.25]}, None)
+    for path, count in ((phase, 2.0), (phase / "checkpoints" / "1", 1.0)):
+        words = ("phases=[rl]", "value_model.init=checkpoint", f"value_model.path={path}")
+        without = Workspace(tiny_config(tmp_path, *words))
+        assert starting_moments(without, "rl") is None
+        workspace = Workspace(tiny_config(tmp_path, *words, "reward.normalize=running"))
+        assert starting_moments(workspace, "rl") == [count, 0.5, 0.25]
 
 
 def test_held_out_problems_of_a_task_for_prompts_of_a_file(tmp_path):
