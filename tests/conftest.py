@@ -3,6 +3,7 @@
 import atexit
 import os
 import shutil
+import signal
 import tempfile
 
 import pytest
@@ -24,10 +25,25 @@ if "PYTEST_XDIST_WORKER" not in os.environ:  # the workers inherit all this
     os.environ.setdefault("JAX_PLATFORMS", "cpu")
     os.environ.setdefault("HF_HUB_OFFLINE", "1")
 
+if signal.getsignal(signal.SIGINT) == signal.SIG_IGN:
+    # A shell that starts the tests in the background has Ctrl-C ignored; some tests send it.
+    signal.signal(signal.SIGINT, signal.default_int_handler)
+
 SHARE_A_RUN = ("test_phases", "test_resume")
+LONGEST_FIRST = (
+    *("test_notebooks", "test_phases", "test_resume", "test_presets", "test_train_updates"),
+    *("test_train_sharding", "test_rollout_engine", "test_reward_model", "test_study", "test_scoring"),
+)
+"""So that no worker is left with a long file at the end."""
 
 
 def pytest_itemcollected(item: pytest.Item) -> None:
     """A file's tests run in one worker, for they share fixtures; files that share a run, too."""
     name = item.path.stem
     item.add_marker(pytest.mark.xdist_group("runs" if name in SHARE_A_RUN else name))
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """The longest files first."""
+    rank = {name: place for place, name in enumerate(LONGEST_FIRST)}
+    items.sort(key=lambda item: rank.get(item.path.stem, len(rank)))
