@@ -5,6 +5,7 @@ from __future__ import annotations
 import functools
 import logging
 import zlib
+from collections.abc import Callable
 from contextlib import ExitStack
 from pathlib import Path
 from types import TracebackType
@@ -285,47 +286,49 @@ class Workspace:
 
     def demonstrations(self) -> list[SFTExample]:
         """The cold start's demonstrations."""
-        config = self.config
-        if config.sft.data is not None:
-            name, rows = config.sft.data, read_rows(config.sft.data)
-        elif config.data.train.startswith(TASK):
-            name = config.data.train[len(TASK) :]
-            pairs = demonstrations(self.task(name), config.data.task.demonstrations, seed=config.seed)
-            rows = task_rows([p for p, _ in pairs], source=name, responses=[r for _, r in pairs])
-        else:
-            raise ConfigError("sft.data: expected a file of demonstrations")
-        examples, report = sft_examples(
-            rows,
-            self.tokenizer,
-            name=name,
-            max_prompt_tokens=config.data.max_prompt_tokens,
-            max_response_tokens=config.rollout.max_new_tokens,
-            system_prompt=config.data.system_prompt,
-        )
+
+        def of_task(name: str) -> list[Row]:
+            made = demonstrations(
+                self.task(name), self.config.data.task.demonstrations, seed=self.config.seed
+            )
+            return task_rows([p for p, _ in made], source=name, responses=[r for _, r in made])
+
+        name, rows = self._training_rows("sft.data", self.config.sft.data, of_task)
+        examples, report = sft_examples(rows, self.tokenizer, name=name, **self._limits())
         self._report(report)
         return examples
 
     def pairs(self) -> list[PreferencePair]:
         """The reward model's pairs; the built-in task has one for each training problem."""
-        config = self.config
-        if config.reward_model.data is not None:
-            name, rows = config.reward_model.data, read_rows(config.reward_model.data)
-        elif config.data.train.startswith(TASK):
-            name = config.data.train[len(TASK) :]
-            made = preferences(self.task(name), config.data.task.train_problems, seed=config.seed)
-            rows = task_rows([pair.problem for pair in made], source=name, pairs=[pair[1:] for pair in made])
-        else:
-            raise ConfigError("reward_model.data: expected a file of pairs")
-        pairs, report = preference_pairs(
-            rows,
-            self.tokenizer,
-            name=name,
-            max_prompt_tokens=config.data.max_prompt_tokens,
-            max_response_tokens=config.rollout.max_new_tokens,
-            system_prompt=config.data.system_prompt,
-        )
+
+        def of_task(name: str) -> list[Row]:
+            count = self.config.data.task.train_problems
+            made = preferences(self.task(name), count, seed=self.config.seed)
+            return task_rows([pair.problem for pair in made], source=name, pairs=[pair[1:] for pair in made])
+
+        name, rows = self._training_rows("reward_model.data", self.config.reward_model.data, of_task)
+        pairs, report = preference_pairs(rows, self.tokenizer, name=name, **self._limits())
         self._report(report)
         return pairs
+
+    def _training_rows(
+        self, key: str, file: str | None, of_task: Callable[[str], list[Row]]
+    ) -> tuple[str, list[Row]]:
+        """(name, rows) of the file that the key names, else what the built-in task writes."""
+        if file is not None:
+            return file, read_rows(file)
+        name = self.config.data.train.removeprefix(TASK)
+        if name not in TASKS:
+            raise ConfigError(f"{key}: expected a file; data.train={self.config.data.train} writes none")
+        return name, of_task(name)
+
+    def _limits(self) -> dict[str, Any]:
+        data = self.config.data
+        return {
+            "max_prompt_tokens": data.max_prompt_tokens,
+            "max_response_tokens": self.config.rollout.max_new_tokens,
+            "system_prompt": data.system_prompt,
+        }
 
     def _report(self, report: LoadReport) -> None:
         self.progress.message(str(report))
