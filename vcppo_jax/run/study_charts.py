@@ -282,6 +282,9 @@ def _finish(axes: Axes, panel: Panel) -> None:
         axes.set_ylim(bottom=0.0)
     if panel.logarithmic:
         axes.set_yscale("log")
+        # At least a decade: a weight that stays at 1 is a flat line, not a picture of its rounding.
+        low, high = axes.get_ylim()
+        axes.set_ylim(min(low, high / 20), high * 1.5)
 
 
 def _coloured(svg: str, colours: Mapping[str, str]) -> str:
