@@ -4,6 +4,7 @@ import json
 import shutil
 
 import jax.numpy as jnp
+import numpy as np
 import pytest
 import tiny_model
 from tokenizers import Tokenizer
@@ -21,6 +22,7 @@ from vcppo_jax.data.tokenizer import (
     load_tokenizer,
     pad_id,
     render_chat,
+    stop_finder,
 )
 
 
@@ -187,3 +189,22 @@ def test_bad_directories(tmp_path):
     (tmp_path / "endless" / "tokenizer_config.json").write_text(json.dumps(config | {"eos_token": None}))
     with pytest.raises(ValueError, match="endless: the tokenizer names no EOS token"):
         load_tokenizer(tmp_path / "endless")
+
+
+@pytest.mark.parametrize("chunk", [1, 3, 100])
+@pytest.mark.parametrize(
+    ("stops", "kept"),
+    [
+        (("=7", "never"), "<think>+4=4+3=7"),
+        (("</think>\\boxed",), "<think>+4=4+3=7+1=8</think>\\boxed{"),
+        (("{8}", "+1"), "<think>+4=4+3=7+1"),
+        (("=9",), None),
+    ],
+)
+def test_stop_texts_are_found_wherever_a_look_ends(tiny, stops, kept, chunk):
+    ids = np.asarray(encode_response(tiny, "<think>+4=4+3=7+1=8</think>\\boxed{8}"))
+    find, end, seen = stop_finder(tiny, stops), None, 0
+    while end is None and seen < len(ids):
+        now = min(len(ids), seen + chunk)
+        end, seen = find(ids[:now], seen), now
+    assert (None if end is None else tiny.decode(ids[:end])) == kept

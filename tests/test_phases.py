@@ -4,7 +4,7 @@ import json
 
 import numpy as np
 import pytest
-from tiny_run import tiny_config, whole_run
+from tiny_run import on_one_device, tiny_config, whole_run
 
 import vcppo_jax as vc
 from vcppo_jax.config_load import ConfigError
@@ -123,6 +123,33 @@ def test_the_baselines_run_on_the_same_code(run, tmp_path, capsys, monkeypatch, 
     penalty = [row["critic/score/mean"] - row["critic/rewards/mean"] for row in rows]
     assert penalty[0] == pytest.approx(0, abs=1e-6)
     assert (penalty[1] > 1e-5) == (name == "ppo-kl-reward")
+
+
+def test_a_rollout_ends_at_stop_texts_and_at_its_token_budget(run, tmp_path, monkeypatch):
+    """What the budget leaves empty is no obstacle to the updates."""
+    on_one_device(monkeypatch)
+    config = tiny_config(
+        tmp_path,
+        "phases=[rl]",
+        f"model.path={run / 'run' / 'sft'}",
+        "model.init=pretrained",
+        "rl.steps=2",
+        "rl.evaluate_every=0",
+        "rollout.batch_size=8",
+        "rollout.token_budget=20",
+        f"rollout.stop={list('0123456789')}",
+    )
+    run_phases(config, ("rl",))
+    for row in read_metrics(tmp_path / "run" / "rl"):
+        assert row["response_length/min"] == 0
+        assert 20 <= row["response_length/mean"] * 16 < 20 + 8 * 12
+        assert 0 < row["rollout/slot_utilisation"] <= 1
+        assert all(np.isfinite(value) for value in row.values())
+        assert row["actor/grad_norm"] > 0
+    samples = [json.loads(line) for line in (tmp_path / "run" / "rl" / "samples.jsonl").open()]
+    texts = [sample["response"] for sample in samples]
+    assert any(any(c.isdigit() for c in text) for text in texts)
+    assert not any(c.isdigit() for text in texts for c in text[:-2]), "no token has more than two characters"
 
 
 def test_any_checkpoint_of_value_pretraining_starts_rl(run, tmp_path, capsys):

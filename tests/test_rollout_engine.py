@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import functools
 
 import jax
 import jax.numpy as jnp
@@ -11,13 +12,16 @@ import numpy as np
 import pytest
 
 from vcppo_jax.models.config import model_config
+from vcppo_jax.models.decode import decode_weights
 from vcppo_jax.models.decoder import hidden_states
 from vcppo_jax.models.heads import logits
 from vcppo_jax.models.networks import Policy, logprobs
 from vcppo_jax.models.specs import init_params, param_shardings, weight_specs
 from vcppo_jax.rollout import engine
-from vcppo_jax.rollout.engine import CHUNK_STEPS, generate, plan_rounds, prompt_bucket
+from vcppo_jax.rollout.engine import Progress, generate
+from vcppo_jax.rollout.plan import plan_slots, prompt_bucket
 from vcppo_jax.rollout.sampling import Sampling, sample_token
+from vcppo_jax.rollout.slots import CHUNK_STEPS, new_slots
 from vcppo_jax.sharding import make_mesh
 from vcppo_jax.types import Rollout
 
@@ -192,20 +196,22 @@ def test_n_samples_share_a_prefill_and_equal_repeated_prompts(policy, batch_size
 
 
 def test_decoding_ends_early_and_reports_progress(policy):
-    reports: list[tuple[int, int]] = []
-    kwargs = {"on_progress": lambda *now: reports.append(now)}
+    reports: list[Progress] = []
+    kwargs = {"on_progress": reports.append}
     everything = tuple(range(VOCAB))
     rollout = run(policy, eos_ids=everything, kwargs=kwargs | {"batch_size": 2})
     assert rollout.lengths.tolist() == [1] * 6
-    assert reports == [(2, 2), (4, 4), (6, 6)], "three rounds, no chunk after the first token"
+    assert reports[-1] == Progress(6, 6, 6), "two slots, three times, one step each"
 
     reports.clear()
-    # Five prompts in six slots: the first token, a chunk, the rest.
+    # Five prompts in six slots: a chunk, then the rest.
     rollout = run(policy, PROMPTS[:5], steps=CHUNK_STEPS + 5, eos_ids=(5,), kwargs=kwargs)
     lengths, ended = rollout.lengths, ~rollout.truncated
-    expected = [(np.minimum(lengths, t).sum(), (ended & (lengths <= t)).sum()) for t in (1, CHUNK_STEPS + 1)]
-    assert reports == [*expected, (lengths.sum(), 5)]
-    assert 0 < expected[1][1] < 5
+    first = Progress(
+        np.minimum(lengths, CHUNK_STEPS).sum(), (ended & (lengths <= CHUNK_STEPS)).sum(), 6 * CHUNK_STEPS
+    )
+    assert reports == [first, Progress(lengths.sum(), 5, 6 * lengths.max())]
+    assert 0 < first.finished < 5
 
 
 def test_the_eos_ids_of_the_config_are_the_default(policy):
@@ -230,16 +236,16 @@ def test_compilations_are_known_and_new_weights_need_none(policy):
         prompts[-1] = prompts[-1][:16]
         generate(policy, prompts, sampling=sampling, key=KEY, eos_ids=(5,), batch_size=10)
 
-    run(policy, eos_ids=(0, 7))  # the weights' cast, which has no other shape
+    jax.clear_caches()
     with compilations() as first:
         for length in (9, 29):
             generate(policy, [[1] * length] * 5, sampling=sampling, key=KEY, eos_ids=(0,), batch_size=10)
-    # Each of the buckets 16 and 32: the start and the chunk. The uniforms: once.
-    assert len(first) == 2 * 2 + 1
+    # The weights' cast; for each of the buckets 16 and 32 the empty slots, the prefill, the swap, the chunk.
+    assert len(first) == 1 + 2 * 4
     others = make_policy(1), make_policy(2)
     with compilations() as second:
         for other in others:
-            for count in (5, 14, 10):
+            for count in (5, 14, 10):  # in ten slots, refilled or not
                 generate_random(other, count)
     assert len(second) == 0
 
@@ -262,7 +268,7 @@ def test_a_mesh_gives_the_tokens_of_one_device(policy, sizes, rules, monkeypatch
         cache_specs.update(str(x.sharding.spec) for x in (*state.cache.keys, *state.cache.values))
 
     def advance(*args):
-        look_at(args[4])
+        look_at(args[5])
         state, summary = advance_chunk(*args)
         look_at(state)
         return state, summary
@@ -271,7 +277,7 @@ def test_a_mesh_gives_the_tokens_of_one_device(policy, sizes, rules, monkeypatch
     prompts = PROMPTS[:4] if rules.get("n") == 3 else PROMPTS
     expected = run(policy, prompts, eos_ids=(0, 7), **rules)
     monkeypatch.setattr(engine, "_advance", advance)
-    # With n = 3 a round holds one prompt, which four shards cannot split; its four rows they can.
+    # With n = 3 and four slots, prompts are read two at a time, which four shards cannot split.
     kwargs = {"mesh": mesh, "batch_size": 2 if "n" in rules else None}
     assert_same(run(sharded, prompts, eos_ids=(0, 7), kwargs=kwargs, **rules), expected)
     assert len(cache_specs) == 1
@@ -292,29 +298,27 @@ def test_bfloat16_decodes_what_the_bfloat16_trainer_scores(policy):
 def test_buckets_are_few():
     assert {prompt_bucket(n) for n in range(1, 1025)} == {16, 32, 64, 128, 256, 512, 1024}
     assert all(prompt_bucket(n) >= n for n in range(1, 1025))
-    sizes = {plan_rounds(prompts, 1, 64, 1).prompts for prompts in range(1, 65)}
+    sizes = {plan_slots(prompts, 1, 64, 1, 16).slots[0] for prompts in range(1, 65)}
     assert sizes == {1, 2, 3, 4, 6, 8, 12, 16, 24, 32, 48, 64}
 
 
 @pytest.mark.parametrize(
-    ("prompts", "n", "batch_size", "shards", "shape"),
+    ("prompts", "n", "batch_size", "shards", "bucket", "plan"),
     [
-        (512, 1, 256, 1, (256, 1)),
-        (257, 1, 256, 1, (192, 1)),
-        (200, 1, 200, 1, (200, 1)),
-        (3, 1, 256, 1, (3, 1)),
-        (3, 1, 256, 8, (8, 1)),
-        (32, 8, 100, 1, (12, 8)),
-        (5, 4, 16, 8, (4, 4)),
-        (2, 32, 16, 1, (1, 16)),
-        (2, 9, 8, 1, (1, 5)),
-        (2, 9, 8, 4, (1, 8)),
+        (512, 1, 256, 1, 32, ((256, 128, 64, 32), 128, 64, 16)),
+        (512, 1, 256, 1, 8192, ((256, 128, 64, 32), 1, 64, 16)),
+        (257, 1, 256, 1, 16, ((256, 128, 64, 32), 256, 64, 16)),
+        (3, 1, 256, 1, 16, ((3,), 2, 1, 1)),
+        (3, 1, 256, 8, 16, ((8,), 8, 2, 1)),
+        (32, 8, 100, 1, 16, ((100, 50, 25), 8, 25, 6)),
+        (5, 4, 16, 8, 16, ((16, 8), 4, 4, 1)),
+        (2, 9, 8, 4, 16, ((8, 4), 1, 2, 1)),
     ],
 )
-def test_rounds_are_even_and_divide_over_the_shards(prompts, n, batch_size, shards, shape):
-    planned = plan_rounds(prompts, n, batch_size, shards)
-    assert planned == shape
-    assert planned.prompts * planned.copies % shards == 0
+def test_slots_divide_over_the_shards(prompts, n, batch_size, shards, bucket, plan):
+    planned = plan_slots(prompts, n, batch_size, shards, bucket)
+    assert planned == plan
+    assert all(size % shards == 0 for size in planned.slots)
 
 
 def test_bad_input_is_named(policy):
@@ -327,10 +331,110 @@ def test_bad_input_is_named(policy):
         with pytest.raises(ValueError, match=message):
             run(policy, prompts)
     with pytest.raises(
-        ValueError, match=r"sample_ids: expected 12 ids \(6 prompts x n = 2\), got shape \(3,\)"
+        ValueError, match=r"sample_ids: expected 12 numbers \(6 prompts x n = 2\), got shape \(3,\)"
     ):
         run(policy, n=2, kwargs={"sample_ids": [1, 2, 3]})
     with pytest.raises(ValueError, match="config names no EOS id"):
         generate(policy, PROMPTS, sampling=Sampling(max_new_tokens=2), key=KEY)
     with pytest.raises(ValueError, match="batch_size: expected at least 1, got 0"):
         run(policy, kwargs={"batch_size": 0})
+    with pytest.raises(ValueError, match=r"limits: .* from 1 to max_new_tokens = 12, got 0..13"):
+        run(policy, kwargs={"limits": [0, 13, 1, 1, 1, 1]})
+
+
+def test_every_row_may_have_its_own_limit(policy):
+    limits = np.asarray([1, 12, 7, 3, 5, 2])
+    rollout, whole = run(policy, kwargs={"limits": limits, "batch_size": 4}), run(policy)
+    assert rollout.lengths.tolist() == limits.tolist()
+    assert rollout.truncated.all()
+    for row, limit in enumerate(limits):
+        np.testing.assert_array_equal(rollout.tokens[row, :limit], whole.tokens[row, :limit])
+        assert not rollout.tokens[row, limit:].any()
+        assert not rollout.logprobs[row, limit:].any()
+
+
+@pytest.mark.parametrize("mesh", [None, {"fsdp": 4, "tensor": 2}], ids=["one device", "fsdp 4 x tensor 2"])
+def test_slots_are_refilled_and_shrink(policy, mesh, monkeypatch):
+    """Lengths as different as a chain of thought's: most row-steps give a token that is kept."""
+    monkeypatch.setattr(engine, "SHRINK_STEPS", 4)
+    sizes, advance_chunk = [], engine._advance
+    monkeypatch.setattr(engine, "_advance", lambda *args: sizes.append(args[6].size) or advance_chunk(*args))
+    rng = np.random.default_rng(3)
+    limits = np.minimum(np.exp(1.8 + 0.99 * rng.normal(size=64)).astype(int) + 1, 64)
+    prompts = [PROMPTS[i % 5] for i in range(64)]
+    params = policy.params
+    if mesh is not None:
+        mesh = make_mesh(mesh)
+        params = jax.device_put(params, param_shardings(weight_specs(CONFIG, head="lm"), mesh))
+    reports: list[Progress] = []
+    kwargs = {"limits": limits, "batch_size": 16, "mesh": mesh, "on_progress": reports.append}
+    rollout = run(policy.replace(params=params), prompts, steps=64, kwargs=kwargs)
+    assert rollout.lengths.tolist() == limits.tolist()
+    assert set(sizes) == ({16, 8, 4, 2} if mesh is None else {16, 8, 4})
+    assert reports[-1].tokens == limits.sum()
+    assert reports[-1].finished == 64
+    # In batches of sixteen, one after the other, it would be a third.
+    static = sum(16 * limits[i : i + 16].max() for i in range(0, 64, 16))
+    assert limits.sum() / static < 0.4
+    assert limits.sum() / reports[-1].row_steps > (0.88 if mesh is None else 0.75)
+    monkeypatch.setattr(engine, "SHRINK_STEPS", 1000)
+    assert_same(rollout, run(policy, prompts, steps=64, kwargs={"limits": limits, "batch_size": 64}))
+
+
+def test_a_prompt_is_read_once(policy, monkeypatch):
+    read: list[np.ndarray] = []
+    prefill = engine._prefill
+    monkeypatch.setattr(engine, "_prefill", lambda *args: read.append(args[2]) or prefill(*args))
+    run(policy, n=5, kwargs={"batch_size": 4})
+    prompts = [tuple(row[: len(row)]) for batch in read for row in batch]
+    assert len(prompts) == len(set(prompts)) == len(PROMPTS)
+
+
+def test_find_stop_ends_a_response_where_it_says(policy):
+    free, looks = run(policy, steps=CHUNK_STEPS + 8), []
+
+    def after_a_nine(tokens, seen):
+        looks.append((len(tokens), seen))
+        hits = np.flatnonzero(tokens[seen:] == 9)
+        return int(seen + hits[0] + 1) if len(hits) else None
+
+    kwargs = {"find_stop": after_a_nine, "pad_id": 39, "batch_size": 3}
+    rollout = run(policy, steps=CHUNK_STEPS + 8, kwargs=kwargs)
+    ended = 0
+    for row in range(6):
+        hits = np.flatnonzero(free.tokens[row] == 9)
+        length = hits[0] + 1 if len(hits) else CHUNK_STEPS + 8
+        assert rollout.lengths[row] == length
+        assert rollout.truncated[row] == (len(hits) == 0)
+        np.testing.assert_array_equal(rollout.tokens[row, :length], free.tokens[row, :length])
+        assert (rollout.tokens[row, length:] == 39).all()
+        assert not rollout.logprobs[row, length:].any()
+        ended += len(hits) > 0
+    assert 0 < ended < 6
+    assert any(seen > 0 for _, seen in looks)
+
+
+def test_a_token_budget_cuts_what_is_under_way_and_leaves_the_rest_empty(policy):
+    limits, whole = np.asarray([40, 3, 40, 40, 40, 40]), run(policy, steps=40)
+    kwargs = {"limits": limits, "batch_size": 2, "pad_id": 39}
+    rollout = run(policy, steps=40, kwargs=kwargs | {"token_budget": 6})
+    # Two slots: row 1 ends after three steps, row 2 takes its place; the budget was used up by then.
+    assert rollout.lengths.tolist() == [3, 3, 0, 0, 0, 0]
+    assert rollout.truncated.all()
+    assert (rollout.tokens[2:] == 39).all()
+    np.testing.assert_array_equal(rollout.tokens[:2, :3], whole.tokens[:2, :3])
+    assert run(policy, steps=40, kwargs=kwargs | {"token_budget": 203}).lengths.tolist() == limits.tolist()
+    assert run(policy, steps=40, kwargs=kwargs | {"token_budget": 7}).lengths[2] > 0
+
+
+def test_the_decode_loop_copies_no_cache():
+    config = dataclasses.replace(CONFIG, num_layers=6, head_dim=32)
+    params = jax.eval_shape(lambda: init_params(weight_specs(config, head="lm"), KEY))
+    weights = jax.eval_shape(functools.partial(decode_weights, config=config), params)
+    slots = jax.eval_shape(lambda: new_slots(config, 64, 1024, 512))
+    arguments = (KEY, slots, jax.ShapeDtypeStruct((64,), bool), jax.ShapeDtypeStruct((), np.int32))
+    sampling, eos_ids = Sampling(max_new_tokens=512), np.zeros(1, np.int32)
+    memory = engine._advance.lower(weights, config, sampling, eos_ids, *arguments).compile().memory_analysis()
+    cache = sum(x.size * x.dtype.itemsize for x in jax.tree.leaves(slots.cache))
+    assert memory.alias_size_in_bytes >= cache, "the cache is donated"
+    assert memory.temp_size_in_bytes < 0.05 * cache

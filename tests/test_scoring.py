@@ -37,6 +37,8 @@ def rollout_of(scores, lengths=None, first=0, width=4):
         lengths == width,
         [str(n) for n in numbers],
         [Verdict(float(score), "correct" if score > 0 else "wrong") for score in scores],
+        int(lengths.sum()),
+        4 * count,
     )
 
 

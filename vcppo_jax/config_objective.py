@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from typing import Annotated, Any, Literal
 
-from pydantic import BaseModel, ConfigDict, Field, model_validator
+from pydantic import BaseModel, ConfigDict, Field, field_validator, model_validator
 
 Positive = Annotated[int, Field(ge=1)]
 NonNegative = Annotated[int, Field(ge=0)]
@@ -48,7 +48,27 @@ class RolloutSection(Section):
         0.0, ge=0, lt=1, description="Drop tokens below min_p times the likeliest; 0 is off."
     )
     max_new_tokens: Positive = Field(2048, description="Length limit of a response, in tokens.")
-    batch_size: Positive = Field(256, description="Sequences that decode together.")
+    batch_size: Positive = Field(
+        256, description="Slots: sequences that decode together; one that ends makes room for the next."
+    )
+    stop: tuple[str, ...] = Field(
+        (),
+        description="Texts that end a response, besides the EOS tokens; the response keeps them. In "
+        "evaluation too.",
+    )
+    token_budget: Positive | None = Field(
+        None,
+        description="Response tokens of all samples of a rollout together; when they are used up, at the "
+        "end of a chunk of 32 decode steps, responses under way are cut and the others stay "
+        "empty. null is off.",
+    )
+
+    @field_validator("stop")
+    @classmethod
+    def _stop_texts(cls, texts: tuple[str, ...]) -> tuple[str, ...]:
+        if not all(texts):
+            raise ValueError("expected texts of at least one character")
+        return texts
 
 
 class RewardSection(Section):

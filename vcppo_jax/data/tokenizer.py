@@ -7,7 +7,7 @@ template itself writes them: so there is never a second BOS.
 from __future__ import annotations
 
 import json
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -126,6 +126,30 @@ def decode(tokenizer: PreTrainedTokenizerBase, ids: npt.ArrayLike, *, eos_ids: C
     tags = {tokenizer.convert_tokens_to_ids(tag) for tag in THINK_TAGS if tag in tokenizer.get_added_vocab()}
     kept = [i for i in np.asarray(ids, dtype=np.int64).tolist() if i in tags or i not in dropped]
     return str(tokenizer.decode(kept, skip_special_tokens=False, clean_up_tokenization_spaces=False))
+
+
+def stop_finder(
+    tokenizer: PreTrainedTokenizerBase, texts: Sequence[str]
+) -> Callable[[np.ndarray, int], int | None]:
+    """A function from (ids of a response [t], how many of them were looked at before) to where it ends.
+
+    That is the number of tokens with which one of `texts` first stands in the response, or None.
+    """
+    # A token may be a single byte: so many from before may belong to a text that the new ones complete.
+    overlap = max(len(text.encode()) for text in texts)
+
+    def find(ids: np.ndarray, seen: int) -> int | None:
+        first = max(0, seen - overlap)
+
+        def stands(end: int) -> bool:
+            text = tokenizer.decode(ids[first:end].tolist(), clean_up_tokenization_spaces=False)
+            return any(stop in text for stop in texts)
+
+        if not stands(len(ids)):
+            return None
+        return next(end for end in range(min(seen, len(ids)) + 1, len(ids) + 1) if stands(end))
+
+    return find
 
 
 def eos_ids(path: str | Path, tokenizer: PreTrainedTokenizerBase) -> tuple[int, ...]:

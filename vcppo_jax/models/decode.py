@@ -23,6 +23,7 @@ from vcppo_jax.models.decoder import (
     rms_norm,
     rope_angles,
 )
+from vcppo_jax.models.specs import WeightSpec, is_spec, weight_specs
 from vcppo_jax.sharding import constrain
 
 
@@ -38,10 +39,35 @@ class Cache:
 
 
 def decode_weights(params: Params, config: ModelConfig) -> Params:
-    """The parameters in the compute dtype, `layers` a tuple of one tree per layer."""
-    cast = jax.tree.map(lambda weight: weight.astype(config.compute_dtype), params)
-    layers = tuple(jax.tree.map(lambda w, i=i: w[i], cast["layers"]) for i in range(config.num_layers))
-    return {**cast, "layers": layers}
+    """The parameters in the compute dtype, `layers` a tuple of one tree per layer.
+
+    On a mesh they are split over `tensor` alone: a decode step then gathers no weights, which over `fsdp`
+    it would do for every token.
+    """
+
+    def place(spec: WeightSpec, weight: jax.Array, first: int) -> jax.Array:
+        axes = [None if axis == "embed" else axis for axis in spec.axes[first:]]
+        return constrain(weight.astype(config.compute_dtype), *axes)
+
+    def layer(index: int) -> Params:
+        return jax.tree.map(lambda s, w: place(s, w[index], 1), layer_specs, layers, is_leaf=is_spec)
+
+    specs = weight_specs(config, head="lm")
+    layer_specs, layers = specs.pop("layers"), params["layers"]
+    rest = {name: weight for name, weight in params.items() if name != "layers"}
+    placed = jax.tree.map(lambda s, w: place(s, w, 0), specs, rest, is_leaf=is_spec)
+    return {**placed, "layers": tuple(map(layer, range(config.num_layers)))}
+
+
+def empty_cache(config: ModelConfig, rows: int, cache_size: int) -> Cache:
+    """A cache without a token."""
+    shape = (rows, config.num_kv_heads, cache_size, config.head_dim)
+    layers = range(config.num_layers)
+    return Cache(
+        keys=tuple(jnp.zeros(shape, config.compute_dtype) for _ in layers),
+        values=tuple(jnp.zeros(shape, config.compute_dtype) for _ in layers),
+        lengths=jnp.zeros(rows, jnp.int32),
+    )
 
 
 def constrain_cache(cache: Cache) -> Cache:

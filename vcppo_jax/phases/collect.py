@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import time
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -10,12 +11,12 @@ import jax
 import numpy as np
 
 from vcppo_jax.data.prompts import PromptRecord
-from vcppo_jax.data.tokenizer import decode
+from vcppo_jax.data.tokenizer import decode, stop_finder
 from vcppo_jax.models.networks import Policy
 from vcppo_jax.phases.loop import Metrics, Timer
 from vcppo_jax.phases.workspace import Workspace
 from vcppo_jax.rewards.score import Verdict, count_reasons, verify
-from vcppo_jax.rollout.engine import generate
+from vcppo_jax.rollout.engine import Progress, generate
 from vcppo_jax.rollout.sampling import Sampling
 from vcppo_jax.train.minibatches import Samples, widen
 
@@ -32,6 +33,10 @@ class ScoredRollout:
     truncated: np.ndarray
     texts: list[str]
     verdicts: list[Verdict]
+    tokens: int
+    """Response tokens that were sampled for these rows and those they were chosen from,"""
+    row_steps: int
+    """and the decode steps times slots that it took."""
 
     @property
     def scores(self) -> np.ndarray:
@@ -47,6 +52,8 @@ class ScoredRollout:
             self.truncated[rows],
             [self.texts[i] for i in rows.tolist()],
             [self.verdicts[i] for i in rows.tolist()],
+            self.tokens,
+            self.row_steps,
         )
 
     def join(self, other: ScoredRollout) -> ScoredRollout:
@@ -60,6 +67,8 @@ class ScoredRollout:
             np.concatenate([self.truncated, other.truncated]),
             [*self.texts, *other.texts],
             [*self.verdicts, *other.verdicts],
+            self.tokens + other.tokens,
+            self.row_steps + other.row_steps,
         )
 
     def metrics(self) -> Metrics:
@@ -74,6 +83,7 @@ class ScoredRollout:
             "response_length/max": int(lengths.max()),
             "response_length/min": int(lengths.min()),
             "response_length/clip_ratio": float(self.truncated.mean()),
+            "rollout/slot_utilisation": self.tokens / self.row_steps,
         }
         counts = count_reasons(self.verdicts)
         return row | {f"verifier/{reason}": count / len(scores) for reason, count in counts.items()}
@@ -123,12 +133,17 @@ def collect(
     With `interruptible`, a signal ends it between decode chunks (raises Interrupted); the caller then still
     holds the state from before the step.
     """
-    total = len(records) * sampling.n
+    total, started_at = len(records) * sampling.n, time.monotonic()
+    now = Progress(0, 0, 0)
+    stop = workspace.config.rollout.stop
 
-    def on_progress(tokens: int, sequences: int) -> None:
+    def on_progress(progress: Progress) -> None:
+        nonlocal now
+        now = progress
         if interruptible:
             workspace.signals.check()
-        workspace.progress.substep(f"generate, {tokens} tokens", sequences, total)
+        rate = now.tokens / (time.monotonic() - started_at)
+        workspace.progress.substep(f"generate, {now.tokens} tokens, {rate:.0f}/s", now.finished, total)
 
     with timer("generate"):
         rollout = generate(
@@ -140,6 +155,8 @@ def collect(
             pad_id=workspace.pad_id,
             batch_size=workspace.config.rollout.batch_size,
             mesh=workspace.mesh,
+            find_stop=stop_finder(workspace.tokenizer, stop) if stop else None,
+            token_budget=workspace.config.rollout.token_budget,
             on_progress=on_progress,
         )
     with timer("verify"):
@@ -164,7 +181,9 @@ def collect(
         lengths,
         lambda count: workspace.shape_for(sampling.max_new_tokens, count),
     )
-    return ScoredRollout(rows, samples, np.asarray(rollout.logprobs), truncated, texts, verdicts)
+    return ScoredRollout(
+        rows, samples, np.asarray(rollout.logprobs), truncated, texts, verdicts, now.tokens, now.row_steps
+    )
 
 
 @dataclasses.dataclass

@@ -1,108 +1,58 @@
-"""Generation: prefill and decode with a KV cache inside jit, in rounds of static shape.
+"""Generation: slots that decode together inside jit, refilled while prompts wait, fewer as they run out.
 
-A round prefills its prompts once, repeats the cache for their n samples, and decodes in chunks of
-`CHUNK_STEPS` tokens, each one `lax.while_loop` that also ends when every row is done. Between chunks
-Python sees signals and reports progress; the state, cache included, is donated from chunk to chunk.
+The host side. When enough samples have ended, waiting ones take their slots (`Plan.wake`, `Plan.admit`);
+each prompt is read once, whatever the number of its samples. When none wait, the slots shrink by halves.
+Between chunks of `CHUNK_STEPS` tokens Python sees signals, reports progress and looks for what else ends
+a response; the slots, cache included, are donated from call to call.
 
-Shapes come from short lists, so the number of compilations is known: prompts are padded to powers of
-two (`prompt_bucket`), and all rounds of a call have one size (`plan_rounds`). The jitted functions are
-module-level and take the weights as arguments, so new weights of the same shapes never compile again.
+Shapes come from short lists, so the number of compilations is known: prompts are padded to powers of two
+(`prompt_bucket`), slots are as `plan_slots` says. The jitted functions are module-level and take the
+weights as arguments, so new weights of the same shapes never compile again.
 """
 
 from __future__ import annotations
 
 import contextlib
 import dataclasses
-import functools
-import math
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
 import jax
-import jax.numpy as jnp
 import numpy as np
-from flax import struct
 from jax.sharding import Mesh
-from jax.typing import ArrayLike
 
 from vcppo_jax.models.config import ModelConfig
-from vcppo_jax.models.decode import Cache, constrain_cache, decode_step, decode_weights, prefill
-from vcppo_jax.models.heads import logits
+from vcppo_jax.models.decode import Cache, decode_weights
 from vcppo_jax.models.networks import Policy
-from vcppo_jax.rollout.sampling import Sampling, choose_token, sample_keys, token_uniforms
-from vcppo_jax.sharding import batch_shards, constrain
+from vcppo_jax.rollout.plan import SHRINK_STEPS, Plan, plan_slots, prompt_bucket
+from vcppo_jax.rollout.sampling import Sampling
+from vcppo_jax.rollout.slots import (
+    Entry,
+    Finished,
+    Slots,
+    Summary,
+    advance,
+    keep_cache,
+    keep_slots,
+    new_slots,
+    prefill_prompts,
+    swap,
+)
+from vcppo_jax.sharding import batch_shards
 from vcppo_jax.types import Rollout
 
-CHUNK_STEPS = 32
-"""Decode steps per jitted call: how long Ctrl-C waits, and the grain of progress reports."""
-
 DEFAULT_BATCH_SIZE = 256
-SMALLEST_PROMPT_BUCKET = 16
-
-
-@struct.dataclass
-class DecodeState:
-    """A round under way; R rows, T = max_new_tokens. Donated from chunk to chunk."""
-
-    step: jax.Array
-    """int32, the number of tokens sampled so far per row that is not done."""
-    last: jax.Array
-    """[R] int32, the newest token, not yet in the cache."""
-    done: jax.Array
-    """[R] bool, True once an EOS was sampled (rows that only pad the round: from the start)."""
-    tokens: jax.Array
-    """[R, T] int32, pad_id from the end of a response on."""
-    logprobs: jax.Array
-    """[R, T] float32, 0 from the end of a response on."""
-    lengths: jax.Array
-    """[R] int32, response tokens so far, EOS included."""
-    cache: Cache
-
-
-class Stop(NamedTuple):
-    """What ends a response; an argument of the jitted functions, so that other ids need no compilation."""
-
-    eos_ids: ArrayLike
-    """[E] int32, any of which ends it."""
-    pad_id: ArrayLike
-    """int32, what follows it."""
-
-
-class RoundShape(NamedTuple):
-    """All rounds of a call: `prompts` prefilled at once, each decoded in `copies` rows."""
-
-    prompts: int
-    copies: int
 
 
 class Progress(NamedTuple):
-    """How far a round is."""
+    """How far a call of `generate` is."""
 
     tokens: int
+    """Response tokens so far."""
     finished: int
-
-
-def prompt_bucket(longest: int) -> int:
-    """The length that prompts of at most `longest` tokens are padded to: a power of two from 16 up."""
-    return max(SMALLEST_PROMPT_BUCKET, 1 << (longest - 1).bit_length())
-
-
-def plan_rounds(num_prompts: int, n: int, batch_size: int, shards: int) -> RoundShape:
-    """The shape of the rounds that sample n responses to each prompt, at most `batch_size` rows at once.
-
-    Rounds are as equal as possible, then rounded up to 1, 2, 3, 4, 6, 8, 12, ... prompts, so that
-    few shapes exist, and to a multiple of the `shards` that the batch axis is split into. When n exceeds
-    `batch_size`, a prompt's samples are spread over several rounds.
-    """
-    if n > batch_size:
-        copies = math.ceil(n / math.ceil(n / batch_size))
-        return RoundShape(1, math.ceil(copies / shards) * shards)
-    most = batch_size // n
-    even = math.ceil(num_prompts / math.ceil(num_prompts / most))
-    power = 1 << (even - 1).bit_length()
-    prompts = min(most, power * 3 // 4 if power >= 4 and even <= power * 3 // 4 else power)
-    unit = shards // math.gcd(shards, n)
-    return RoundShape(math.ceil(prompts / unit) * unit, n)
+    """Responses that have ended."""
+    row_steps: int
+    """Decode steps times slots, summed: the work done. At the end, `tokens` of them were of use."""
 
 
 def generate(
@@ -116,7 +66,10 @@ def generate(
     batch_size: int | None = None,
     mesh: Mesh | None = None,
     sample_ids: Sequence[int] | np.ndarray | None = None,
-    on_progress: Callable[[int, int], None] | None = None,
+    limits: Sequence[int] | np.ndarray | None = None,
+    find_stop: Callable[[np.ndarray, int], int | None] | None = None,
+    token_budget: int | None = None,
+    on_progress: Callable[[Progress], None] | None = None,
 ) -> Rollout:
     """`sampling.n` responses to each prompt, as NumPy arrays in the order of the prompts.
 
@@ -128,9 +81,15 @@ def generate(
     Sample s draws token t with the key `fold_in(fold_in(key, s), t)`, where s is the row index or
     `sample_ids[row]`: its tokens do not depend on the batch, slot or order in which it ran.
 
+    `limits` [P * n] gives each row a limit of its own, from 1 to max_new_tokens. `find_stop(tokens, seen)`
+    ends responses for other reasons (stop strings: `data.tokenizer.stop_finder`): given the response so far
+    and how many of its tokens were there at the last look, it returns the length at which it ends, or None.
+
+    Once the responses have `token_budget` tokens together, no further chunk is decoded: responses under way
+    are cut, and those that have not begun stay empty, truncated too.
+
     At most `batch_size` rows (256 when None) decode at once. With `mesh`, rows are split over its batch
-    axes and the weights stay where they are. `on_progress(tokens, sequences)` is called now and then with
-    the response tokens and the finished responses of this call so far.
+    axes, and weights for decoding over its tensor axis. `on_progress` is called after every chunk.
 
     Raises ValueError, naming the prompt's index, for one that is empty, leaves no room for
     max_new_tokens or has an id outside the vocabulary.
@@ -144,25 +103,26 @@ def generate(
     if batch_size is not None and batch_size < 1:
         raise ValueError(f"generate: batch_size: expected at least 1, got {batch_size}")
     num_rows = len(prompts) * sampling.n
-    ids = np.arange(num_rows, dtype=np.uint32) if sample_ids is None else np.asarray(sample_ids, np.uint32)
-    if ids.shape != (num_rows,):
+    ids = _per_row("sample_ids", np.arange(num_rows) if sample_ids is None else sample_ids, prompts, sampling)
+    row_limits = _per_row(
+        "limits", [sampling.max_new_tokens] * num_rows if limits is None else limits, prompts, sampling
+    )
+    if row_limits.min() < 1 or row_limits.max() > sampling.max_new_tokens:
         raise ValueError(
-            f"generate: sample_ids: expected {num_rows} ids ({len(prompts)} prompts x n = {sampling.n}), "
-            f"got shape {ids.shape}"
+            f"generate: limits: expected numbers from 1 to max_new_tokens = {sampling.max_new_tokens}, "
+            f"got {row_limits.min()}..{row_limits.max()}"
         )
-    stop = Stop(np.asarray(sorted({int(i) for i in eos_ids}), np.int32), np.int32(pad_id))
-    shards = 1 if mesh is None else batch_shards(mesh)
-    shape = plan_rounds(len(prompts), sampling.n, batch_size or DEFAULT_BATCH_SIZE, shards)
-    parts: list[Rollout] = []
+    bucket = prompt_bucket(max(map(len, prompts)))
+    plan = plan_slots(
+        len(prompts),
+        sampling.n,
+        batch_size or DEFAULT_BATCH_SIZE,
+        1 if mesh is None else batch_shards(mesh),
+        bucket,
+    )
     with contextlib.nullcontext() if mesh is None else jax.set_mesh(mesh):
-        weights = _decode_weights(policy.params, config)
-        for rows in _rounds(len(prompts), sampling.n, shape):
-            report = None if on_progress is None else functools.partial(_report, on_progress, tuple(parts))
-            chosen = prompts[rows.start // sampling.n : -(-rows.stop // sampling.n)]
-            parts.append(
-                _run_round(weights, config, sampling, stop, shape, chosen, ids[rows], key, report=report)
-            )
-    return jax.tree.map(lambda *fields: np.concatenate(fields), *parts)
+        call = _Call(policy, prompts, sampling, key, eos_ids, pad_id, plan, bucket, ids, row_limits, mesh)
+        return call.run(find_stop, on_progress, token_budget)
 
 
 def _check_prompts(prompts: Sequence[Sequence[int]], config: ModelConfig, sampling: Sampling) -> None:
@@ -185,167 +145,248 @@ def _check_prompts(prompts: Sequence[Sequence[int]], config: ModelConfig, sampli
             )
 
 
-def _rounds(num_prompts: int, n: int, shape: RoundShape) -> Iterator[slice]:
-    """The rows of each round; row r is sample r % n of prompt r // n."""
-    if shape.copies == n:
-        step = shape.prompts * n
-        for start in range(0, num_prompts * n, step):
-            yield slice(start, min(start + step, num_prompts * n))
-        return
-    for start in range(0, num_prompts * n, n):
-        for sample in range(0, n, shape.copies):
-            yield slice(start + sample, start + min(sample + shape.copies, n))
+def _per_row(
+    name: str, numbers: Sequence[int] | np.ndarray, prompts: Sequence[Sequence[int]], sampling: Sampling
+) -> np.ndarray:
+    """[P * n] int64, or ValueError."""
+    array, count = np.asarray(numbers, np.int64), len(prompts) * sampling.n
+    if array.shape != (count,):
+        raise ValueError(
+            f"generate: {name}: expected {count} numbers ({len(prompts)} prompts x n = {sampling.n}), "
+            f"got shape {array.shape}"
+        )
+    return array
 
 
-def _report(on_progress: Callable[[int, int], None], parts: tuple[Rollout, ...], now: Progress) -> None:
-    """Tell `on_progress` what the rounds before, `parts`, and the one under way have come to."""
-    tokens = sum(int(part.lengths.sum()) for part in parts) + now.tokens
-    on_progress(tokens, sum(len(part.lengths) for part in parts) + now.finished)
+class _Call:
+    """One call of `generate`: which sample is in which slot, and which wait."""
 
+    def __init__(
+        self,
+        policy: Policy,
+        prompts: Sequence[Sequence[int]],
+        sampling: Sampling,
+        key: jax.Array,
+        eos_ids: Sequence[int],
+        pad_id: int,
+        plan: Plan,
+        bucket: int,
+        sample_ids: np.ndarray,
+        limits: np.ndarray,
+        mesh: Mesh | None,
+    ) -> None:
+        self.config, self.sampling, self.plan, self.key = policy.config, sampling, plan, key
+        self.prompts, self.bucket = prompts, bucket
+        self.sample_ids, self.limits = sample_ids, limits
+        self.shards = 1 if mesh is None else batch_shards(mesh)
+        self.eos_ids = np.asarray(sorted({int(i) for i in eos_ids}), np.int32)
+        self.weights = _decode_weights(policy.params, self.config)
+        shape, rows = (plan.slots[0], bucket + sampling.max_new_tokens), len(sample_ids)
+        self.slots: Slots = _new_slots(self.config, *shape, sampling.max_new_tokens)
+        self.row_of = np.full(plan.slots[0], -1)
+        """The row of the sample in each slot; -1 where there is none."""
+        self.done = np.ones(plan.slots[0], bool)
+        self.lengths = np.zeros(plan.slots[0], np.int32)
+        self.next_row = 0
+        """The first row that has not been in a slot."""
+        self.read: tuple[int, Cache | None] = (0, None)
+        """The first of the prompts that were read last, and their cache."""
+        self.taken_out: list[tuple[np.ndarray, np.ndarray, Finished]] = []
+        """(indices, rows, what `swap` gave): not yet in `rollout`, for these may not be computed yet."""
+        self.stops: dict[int, int] = {}
+        """Row to length, of the responses that `find_stop` ended."""
+        self.seen = np.zeros(rows, np.int64)
+        width = sampling.max_new_tokens
+        self.tokens = np.full((rows, width), pad_id, np.int32)
+        self.logprobs = np.zeros((rows, width), np.float32)
+        self.response_lengths = np.zeros(rows, np.int32)
+        self.truncated = np.ones(rows, bool)
+        self.row_steps = self.tokens_before = self.finished_before = 0
 
-def _run_round(
-    weights: Any,
-    config: ModelConfig,
-    sampling: Sampling,
-    stop: Stop,
-    shape: RoundShape,
-    prompts: Sequence[Sequence[int]],
-    sample_ids: np.ndarray,
-    key: jax.Array,
-    *,
-    report: Callable[[Progress], None] | None,
-) -> Rollout:
-    """One response per sample id, as NumPy arrays; the samples take the first slots of the round."""
-    lengths = np.ones(shape.prompts, np.int32)  # a slot without a prompt holds one token, never decoded
-    lengths[: len(prompts)] = [len(prompt) for prompt in prompts]
-    padded = np.zeros((shape.prompts, prompt_bucket(int(lengths.max()))), np.int32)
-    for slot, prompt in enumerate(prompts):
-        padded[slot, : len(prompt)] = prompt
-    count, rows = len(sample_ids), shape.prompts * shape.copies
-    ids = np.zeros(rows, np.uint32)
-    ids[:count] = sample_ids
+    def run(
+        self,
+        find_stop: Callable[[np.ndarray, int], int | None] | None,
+        on_progress: Callable[[Progress], None] | None,
+        token_budget: int | None,
+    ) -> Rollout:
+        """Decode until every sample has ended, or the budget is used up."""
+        total = len(self.sample_ids)
+        while True:
+            self._fill()
+            self._shrink()
+            self.slots, summary = _advance(
+                self.weights,
+                self.config,
+                self.sampling,
+                self.eos_ids,
+                self.key,
+                self.slots,
+                self._stopped(),
+                np.int32(self._wake()),
+            )
+            self._look(summary)
+            self._drain()
+            if find_stop is not None:
+                self._find_stops(find_stop)
+            progress = self._progress()
+            if on_progress is not None:
+                on_progress(progress)
+            if progress.finished == total or (token_budget is not None and progress.tokens >= token_budget):
+                break
+        self._take(slice(None), self.row_of, Finished(*(getattr(self.slots, f) for f in Finished._fields)))
+        return Rollout(self.tokens, self.response_lengths, self.logprobs, self.truncated)  # type: ignore[arg-type]
 
-    uniforms = _chunk_uniforms(key, ids, np.int32(0))
-    state, summary = _start(
-        weights, config, sampling, shape.copies, stop, padded, lengths, uniforms, np.int32(count)
-    )
-    steps = 1
-    while True:
-        tokens, done = np.asarray(summary).tolist()  # waits for the chunk
-        over = done == rows or steps >= sampling.max_new_tokens
-        if report is not None:
-            report(Progress(tokens, count if over else done - (rows - count)))
-        if over:
-            break
-        uniforms = _chunk_uniforms(key, ids, np.int32(steps))
-        state, summary = _advance(weights, config, sampling, stop, state, uniforms)
-        steps += CHUNK_STEPS
-    truncated = ~np.asarray(state.done)
-    fields: list[Any] = [
-        np.asarray(x)[:count] for x in (state.tokens, state.lengths, state.logprobs, truncated)
-    ]
-    return Rollout(*fields)
+    def _fill(self) -> None:
+        """Put waiting samples into the slots that are done, reading their prompts as it comes to them."""
+        total, n = len(self.sample_ids), self.sampling.n
+        free = np.flatnonzero(self.done)
+        if len(free) < min(self.plan.wake, total - self.next_row):
+            return
+        while len(free) and self.next_row < total:
+            prompt = self.next_row // n
+            first, cache = self.read
+            if cache is None or prompt >= first + self.plan.prompts:
+                first, cache = self.read = prompt, self._prefill(prompt)
+            last_row = min(total, (first + self.plan.prompts) * n)
+            count = min(len(free), self.plan.admit, last_row - self.next_row)
+            rows, at, free = np.arange(self.next_row, self.next_row + count), free[:count], free[count:]
+            self._put(rows, at, first, cache)
+            self.next_row += count
 
+    def _prefill(self, first: int) -> Cache:
+        """The cache of the prompts from `first` on."""
+        chosen = self.prompts[first : first + self.plan.prompts]
+        lengths = np.ones(self.plan.prompts, np.int32)  # where no prompt is left, one token
+        lengths[: len(chosen)] = [len(prompt) for prompt in chosen]
+        padded = np.zeros((self.plan.prompts, self.bucket), np.int32)
+        for row, prompt in enumerate(chosen):
+            padded[row, : len(prompt)] = prompt
+        return _prefill(self.weights, self.config, padded, lengths)
 
-def chunk_uniforms(key: jax.Array, sample_ids: jax.Array, first: jax.Array) -> jax.Array:
-    """[CHUNK_STEPS, R, 2] the uniforms of the samples at token indices from `first` on."""
-    return token_uniforms(sample_keys(key, sample_ids), first + jnp.arange(CHUNK_STEPS))
+    def _put(self, rows: np.ndarray, at: np.ndarray, first: int, cache: Cache) -> None:
+        """Samples `rows` into the slots `at`."""
 
+        def padded(numbers: Any, fill: int, dtype: Any = np.int32) -> np.ndarray:
+            out = np.full(self.plan.admit, fill, dtype)
+            out[: len(rows)] = numbers
+            return out
 
-def _record(
-    weights: Any,
-    config: ModelConfig,
-    sampling: Sampling,
-    stop: Stop,
-    state: DecodeState,
-    hidden: jax.Array,
-    uniforms: jax.Array,
-) -> DecodeState:
-    """`state` with one more token in each row that is not done, sampled from `hidden` [R, D]."""
-    scores = constrain(logits(weights, config, hidden), "batch", None)
-    token, logprob = choose_token(scores, uniforms, sampling)
-    token = jnp.where(state.done, stop.pad_id, token)
-    logprob = jnp.where(state.done, 0.0, logprob)
-    return dataclasses.replace(
-        state,
-        step=state.step + 1,
-        last=token,
-        done=state.done | jnp.any(token[:, None] == stop.eos_ids, axis=-1),
-        tokens=jax.lax.dynamic_update_slice_in_dim(state.tokens, token[:, None], state.step, 1),
-        logprobs=jax.lax.dynamic_update_slice_in_dim(state.logprobs, logprob[:, None], state.step, 1),
-        lengths=state.lengths + ~state.done,
-    )
+        prompts = rows // self.sampling.n
+        entry = Entry(
+            slots=padded(at, len(self.done)),
+            sources=padded(prompts - first, 0),
+            prompt_lengths=padded([len(self.prompts[i]) for i in prompts], 1),
+            last=padded([self.prompts[i][-1] for i in prompts], 0),
+            sample_ids=padded(self.sample_ids[rows], 0, np.uint32),
+            limits=padded(self.limits[rows], 0),
+        )
+        self.slots, finished = _swap(self.slots, cache, entry)
+        self.taken_out.append((np.arange(len(rows)), self.row_of[at], finished))
+        gone = self.row_of[at]
+        self.tokens_before += int(self.lengths[at][gone >= 0].sum())
+        self.finished_before += int((gone >= 0).sum())
+        self.row_of[at], self.done[at], self.lengths[at] = rows, False, 0
 
+    def _wake(self) -> int:
+        """How many slots are to be done before the host has something to do."""
+        waiting, size = len(self.sample_ids) - self.next_row, len(self.done)
+        wake = size
+        if waiting:
+            wake = min(self.plan.wake, waiting)
+        elif self._may_shrink():
+            wake = size - max(count for count in (0, *self.plan.slots) if count < size)
+        return min(size, max(wake, int(self.done.sum()) + 1))  # those that are done now are no news
 
-def _summary(state: DecodeState) -> jax.Array:
-    """[2] int32: response tokens and rows that are done."""
-    return jnp.stack([jnp.sum(state.lengths), jnp.sum(state.done)])
+    def _may_shrink(self) -> bool:
+        """Whether no sample waits, and one that goes on may do so for SHRINK_STEPS tokens."""
+        left = (self.limits[self.row_of] - self.lengths)[~self.done]
+        return self.next_row == len(self.sample_ids) and left.size > 0 and int(left.max()) >= SHRINK_STEPS
 
+    def _stopped(self) -> np.ndarray:
+        """[S] bool: what the host knows to be done."""
+        return np.asarray([row in self.stops for row in self.row_of.tolist()])
 
-def start_round(
-    weights: Any,
-    config: ModelConfig,
-    sampling: Sampling,
-    copies: int,
-    stop: Stop,
-    prompts: jax.Array,
-    prompt_lengths: jax.Array,
-    uniforms: jax.Array,
-    count: jax.Array,
-) -> tuple[DecodeState, jax.Array]:
-    """(state after the first token of every row, summary); R = U * copies rows.
+    def _look(self, summary: Summary) -> None:
+        """Wait for the chunk, and see what is done."""
+        self.done, self.lengths = np.array(summary.done), np.array(summary.lengths)
+        self.row_steps += int(summary.steps) * len(self.done)
 
-    `prompts` [U, P] are right-padded and prefilled once; `uniforms` [S, R, 2], of which
-    only the first are used; the first `count` rows are
-    real.
-    """
-    rows, limit = prompts.shape[0] * copies, sampling.max_new_tokens
-    prompts = constrain(prompts, "batch", "length")
-    hidden, cache = prefill(weights, config, prompts, prompt_lengths, cache_size=prompts.shape[1] + limit)
-    if copies > 1:
-        hidden, cache = jax.tree.map(lambda x: jnp.repeat(x, copies, axis=0), (hidden, cache))
-        cache = constrain_cache(cache)
-    state = DecodeState(
-        step=jnp.int32(0),
-        last=jnp.zeros(rows, jnp.int32),
-        done=jnp.arange(rows) >= count,
-        tokens=constrain(jnp.full((rows, limit), stop.pad_id, jnp.int32), "batch", None),
-        logprobs=constrain(jnp.zeros((rows, limit), jnp.float32), "batch", None),
-        lengths=jnp.zeros(rows, jnp.int32),
-        cache=cache,
-    )
-    state = _record(weights, config, sampling, stop, state, hidden, uniforms[0])
-    return state, _summary(state)
+    def _find_stops(self, find_stop: Callable[[np.ndarray, int], int | None]) -> None:
+        """End the responses that `find_stop` says have ended."""
+        tokens = np.asarray(self.slots.tokens)
+        for slot, row in enumerate(self.row_of.tolist()):
+            length = int(self.lengths[slot])
+            if row < 0 or row in self.stops or length == self.seen[row]:
+                continue
+            end = find_stop(tokens[slot, :length], int(self.seen[row]))
+            self.seen[row] = length
+            if end is not None:
+                self.stops[row] = end
+                self.done[slot], self.lengths[slot] = True, end
 
+    def _shrink(self) -> None:
+        """As few slots as the samples that go on need, where that is worth it."""
+        if not self._may_shrink():
+            return
+        parts = ~self.done.reshape(self.shards, -1)  # those that go on
+        needed = int(parts.sum(axis=1).max()) * self.shards
+        size = min(count for count in self.plan.slots if count >= needed)
+        if size >= len(self.done):
+            return
+        self._take(slice(None), self.row_of, Finished(*(getattr(self.slots, f) for f in Finished._fields)))
+        # The slots that go on first, in their order; then as many of the others as fill the shape.
+        keep = np.argsort(~parts, axis=1, kind="stable")[:, : size // self.shards].astype(np.int32)
+        rows = (keep + np.arange(self.shards)[:, None] * parts.shape[1]).reshape(-1)
+        cache = self.slots.cache
+        # One array of the cache at a time, so that no second cache exists.
+        layers = {"keys": list(cache.keys), "values": list(cache.values)}
+        small = dataclasses.replace(self.slots, cache=dataclasses.replace(cache, keys=(), values=()))
+        self.slots = None  # type: ignore[assignment]
+        del cache
+        for arrays in layers.values():
+            for i in range(len(arrays)):
+                arrays[i] = _keep_cache(arrays[i], keep)
+        small = _keep_slots(small, keep)
+        self.slots = dataclasses.replace(
+            small, cache=dataclasses.replace(small.cache, **{k: tuple(v) for k, v in layers.items()})
+        )
+        gone = np.ones(len(self.done), bool)
+        gone[rows] = False
+        self.tokens_before += int(self.lengths[gone & (self.row_of >= 0)].sum())
+        self.finished_before += int((gone & (self.row_of >= 0)).sum())
+        self.row_of, self.done, self.lengths = self.row_of[rows], self.done[rows], self.lengths[rows]
 
-def advance_round(
-    weights: Any,
-    config: ModelConfig,
-    sampling: Sampling,
-    stop: Stop,
-    state: DecodeState,
-    uniforms: jax.Array,
-) -> tuple[DecodeState, jax.Array]:
-    """(state, summary) after one more token per element of `uniforms` [S, R, 2].
+    def _drain(self) -> None:
+        """Take over what `swap` gave, which is computed by now."""
+        for indices, rows, finished in self.taken_out:
+            self._take(indices, rows, finished)
+        self.taken_out.clear()
 
-    There are fewer at the limit, or when all rows are done.
-    """
-    first = state.step
-    last = jnp.minimum(first + uniforms.shape[0], sampling.max_new_tokens)
+    def _take(self, indices: Any, rows: np.ndarray, finished: Finished) -> None:
+        """Write finished samples into the result; those that still go on are written again later."""
+        tokens, logprobs, lengths, ended = (np.asarray(field)[indices] for field in finished)
+        for i, row in enumerate(rows.tolist()):
+            if row < 0:
+                continue
+            length = self.stops.get(row, int(lengths[i]))
+            self.response_lengths[row] = length
+            self.tokens[row, :length] = tokens[i, :length]
+            self.logprobs[row, :length] = logprobs[i, :length]
+            self.truncated[row] = not ended[i] and row not in self.stops
 
-    def more(state: DecodeState) -> jax.Array:
-        return (state.step < last) & ~jnp.all(state.done)
-
-    def one_step(state: DecodeState) -> DecodeState:
-        hidden, cache = decode_step(weights, config, state.last, state.cache)
-        state = dataclasses.replace(state, cache=cache)
-        return _record(weights, config, sampling, stop, state, hidden, uniforms[state.step - first])
-
-    state = jax.lax.while_loop(more, one_step, state)
-    return state, _summary(state)
+    def _progress(self) -> Progress:
+        here = self.row_of >= 0
+        return Progress(
+            self.tokens_before + int(self.lengths[here].sum()),
+            self.finished_before + int((self.done & here).sum()),
+            self.row_steps,
+        )
 
 
 _decode_weights = jax.jit(decode_weights, static_argnames="config")
-_chunk_uniforms = jax.jit(chunk_uniforms)
-_start = jax.jit(start_round, static_argnames=("config", "sampling", "copies"))
-_advance = jax.jit(advance_round, static_argnames=("config", "sampling"), donate_argnames="state")
+_new_slots = jax.jit(new_slots, static_argnums=(0, 1, 2, 3))
+_prefill = jax.jit(prefill_prompts, static_argnames="config")
+_swap = jax.jit(swap, donate_argnums=0)
+_advance = jax.jit(advance, static_argnames=("config", "sampling"), donate_argnames="slots")
+_keep_cache = jax.jit(keep_cache)
+_keep_slots = jax.jit(keep_slots)

@@ -63,15 +63,15 @@ def sample_keys(key: jax.Array, sample_ids: jax.Array) -> jax.Array:
 
 
 def token_uniforms(keys: jax.Array, steps: jax.Array) -> jax.Array:
-    """[S, B, 2] float32 uniforms in [0, 1) that the samples `keys` [B] use at token indices `steps` [S].
+    """[B, 2] float32 uniforms in [0, 1) that the samples `keys` [B] use at their token indices `steps` [B].
 
     Token t of a sample uses the key `fold_in(sample key, t)`.
     """
 
-    def at(step: jax.Array, key: jax.Array) -> jax.Array:
+    def at(key: jax.Array, step: jax.Array) -> jax.Array:
         return jax.random.uniform(jax.random.fold_in(key, step), (2,), jnp.float32)
 
-    return jax.vmap(jax.vmap(at, (None, 0)), (0, None))(steps, keys)
+    return jax.vmap(at)(keys, steps)
 
 
 def sample_token(logits: jax.Array, keys: jax.Array, sampling: Sampling) -> tuple[jax.Array, jax.Array]:
