@@ -18,7 +18,7 @@ import jax
 import jax.numpy as jnp
 from jax.typing import ArrayLike
 
-from vcppo_jax.algos.masked import clean
+from vcppo_jax.algos.masked import clean, is_known
 
 LOG_RATIO_LIMIT = 20.0
 """Bound on a log-ratio before `exp`, as in verl: e^20 = 4.9e8 can still be multiplied and summed in float32,
@@ -78,7 +78,7 @@ def token_weights(mask: ArrayLike, *, aggregation: str, norm_length: float | Non
     """
     if aggregation not in AGGREGATIONS:
         raise ValueError(f"aggregation: expected one of {list(AGGREGATIONS)}, got {aggregation!r}")
-    if norm_length is not None and norm_length <= 0:
+    if norm_length is not None and is_known(norm_length) and norm_length <= 0:
         raise ValueError(f"token_weights: expected a positive norm_length, got {norm_length}")
     valid = jnp.asarray(mask).astype(bool).astype(jnp.float32)
     return AGGREGATIONS[aggregation](valid, valid.shape[-1] if norm_length is None else norm_length)
@@ -152,7 +152,7 @@ def value_loss(
     squares = (values - returns) ** 2
     clip_taken = jnp.zeros(valid.shape, bool)
     if clip is not None:
-        if clip <= 0 or old_values is None:
+        if (is_known(clip) and clip <= 0) or old_values is None:
             raise ValueError(
                 f"value_loss: expected clip as a positive number with old_values, or None, got {clip} "
                 f"{'without' if old_values is None else 'with'} old_values"

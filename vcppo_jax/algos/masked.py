@@ -22,6 +22,11 @@ STD_FLOOR = 1e-6
 """Added to a standard deviation before it divides, as in verl's `compute_grpo_outcome_advantage`."""
 
 
+def is_known(*numbers: object) -> bool:
+    """Whether the numbers are there to be checked: none is traced by `jit`, `vmap` or `grad`."""
+    return not any(isinstance(number, jax.core.Tracer) for number in numbers)
+
+
 def clean(caller: str, mask: ArrayLike, **arrays: ArrayLike) -> tuple[jax.Array, list[jax.Array]]:
     """The mask as bool, and the arrays, in the order given, as float32 with 0 in the masked slots.
 

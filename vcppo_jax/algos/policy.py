@@ -15,7 +15,7 @@ import jax.numpy as jnp
 from jax.typing import ArrayLike
 
 from vcppo_jax.algos.losses import LOG_RATIO_LIMIT, both_weights
-from vcppo_jax.algos.masked import clean
+from vcppo_jax.algos.masked import clean, is_known
 
 LossAndInfo = tuple[jax.Array, dict[str, jax.Array]]
 
@@ -173,12 +173,12 @@ def _tokens(
 
 
 def _check_bounds(caller: str, clip_low: float, clip_high: float, dual_clip: float | None) -> None:
-    if not 0 <= clip_low <= 1 or clip_high < 0:
+    if is_known(clip_low, clip_high) and (not 0 <= clip_low <= 1 or clip_high < 0):
         raise ValueError(
             f"{caller}: expected clip_low in [0, 1] and clip_high of at least 0, "
             f"got {clip_low} and {clip_high}"
         )
-    if dual_clip is not None and dual_clip <= 1:
+    if dual_clip is not None and is_known(dual_clip) and dual_clip <= 1:
         raise ValueError(f"{caller}: expected dual_clip above 1 or None, got {dual_clip}")
 
 
@@ -266,7 +266,7 @@ def importance_weights(
         raise ValueError(
             f"importance_weights: expected level as one of {list(IMPORTANCE_LEVELS)}, got {level!r}"
         )
-    if cap <= 0:
+    if is_known(cap) and cap <= 0:
         raise ValueError(f"importance_weights: expected a positive cap, got {cap}")
     valid, (trainer, engine) = clean(
         "importance_weights", mask, trainer_logprobs=trainer_logprobs, engine_logprobs=engine_logprobs
