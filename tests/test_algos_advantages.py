@@ -5,6 +5,7 @@ from __future__ import annotations
 from functools import partial
 from itertools import product
 
+import chex
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -115,7 +116,7 @@ def test_every_cell_equals_the_loop(cell):
 def test_an_empty_response_is_not_read_in_value_or_gradient(cell):
     scores, valid = sample(1)
     dirty, clean = evaluate(cell, scores, valid), evaluate(cell, np.where(valid, scores, 0), valid)
-    jax.tree.map(np.testing.assert_array_equal, dirty, clean)
+    chex.assert_trees_all_equal(dirty, clean)
     for leaf in dirty:
         assert np.all(np.asarray(leaf)[~valid] == 0)
     assert np.any(np.asarray(dirty[1])[valid] != 0)

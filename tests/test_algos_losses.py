@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from functools import partial
 
+import chex
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -156,7 +157,7 @@ def test_masked_slots_harm_neither_value_nor_gradient():
 
     run = jax.jit(jax.value_and_grad(run, has_aux=True))
     expected, actual = run(arrays[0], arrays[1:], weights), run(dirty[0], dirty[1:], dirty_weights)
-    jax.tree.map(np.testing.assert_array_equal, actual, expected)
+    chex.assert_trees_all_equal(actual, expected)
     assert np.all(np.asarray(actual[1])[~mask] == 0)
 
 

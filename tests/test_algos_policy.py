@@ -5,6 +5,7 @@ from __future__ import annotations
 import re
 from functools import partial
 
+import chex
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -211,7 +212,7 @@ def test_packed_rows_equal_one_sequence_a_row(name):
     actual = evaluate(
         name, *map(pack, batch), pack(weights), info_weights=pack(token_mean), segment_ids=pack(ids)
     )
-    jax.tree.map(partial(np.testing.assert_allclose, rtol=1e-5, atol=1e-6), actual[0], expected[0])
+    chex.assert_trees_all_close(actual[0], expected[0], rtol=1e-5, atol=1e-6)
     np.testing.assert_allclose(actual[1], pack(expected[1]), rtol=1e-5, atol=1e-7)
     assert np.any(np.asarray(actual[1]) != 0)
 
@@ -222,7 +223,7 @@ def test_a_row_packed_full_of_single_tokens():
     ids = np.broadcast_to(np.arange(1, 7), batch[-1].shape)
     expected = evaluate("ppo", *batch, "token-mean")
     actual = evaluate("gspo", *batch, "token-mean", segment_ids=ids)
-    jax.tree.map(partial(np.testing.assert_allclose, rtol=1e-5, atol=1e-6), actual, expected)
+    chex.assert_trees_all_close(actual, expected, rtol=1e-5, atol=1e-6)
 
 
 def test_the_packed_mean_is_linear_in_memory():
@@ -288,7 +289,7 @@ def test_micro_batches_of_unequal_token_counts_change_nothing(name, aggregation)
         micro_batches = zip(*(np.split(x, parts) for x in batch))
         results = [part_of_loss(0.0, *micro_batch, name=name) for micro_batch in micro_batches]
         summed = jax.tree.map(lambda *leaves: sum(leaves), *results)
-        jax.tree.map(partial(np.testing.assert_allclose, atol=1e-5), summed, whole)
+        chex.assert_trees_all_close(summed, whole, atol=1e-5)
 
 
 @pytest.mark.parametrize("name", LOSSES)
@@ -325,7 +326,7 @@ def test_masked_slots_harm_neither_value_nor_gradient(name, packed):
     segment_ids = np.tile([1, 1, 1, 2, 2, 0], (8, 1)) if packed else None
     expected = evaluate(name, *arrays, mask, weights, info_weights=weights, segment_ids=segment_ids)
     actual = evaluate(name, *dirty, mask, dirty_weights, info_weights=dirty_weights, segment_ids=segment_ids)
-    jax.tree.map(np.testing.assert_array_equal, actual, expected)
+    chex.assert_trees_all_equal(actual, expected)
     assert np.all(np.asarray(actual[1])[~mask] == 0)
 
 

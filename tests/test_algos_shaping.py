@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 
+import chex
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -92,7 +93,7 @@ def test_a_batch_without_a_valid_score_changes_nothing():
     scores, valid = batches(1)
     moments = update_moments(no_moments(), scores[0], valid[0])
     after = update_moments(moments, scores[1], valid[1])
-    jax.tree.map(np.testing.assert_array_equal, after, moments)
+    chex.assert_trees_all_equal(after, moments)
     jax.tree.map(
         np.testing.assert_array_equal, update_moments(no_moments(), *(scores[1], valid[1])), no_moments()
     )
