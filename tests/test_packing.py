@@ -107,3 +107,15 @@ def test_more_rows_than_the_shape_has_are_refused():
 def test_pack_shape(sequences, budget, shards, expected):
     shape = pack_shape(sequences=sequences, row_tokens=10, micro_batch_tokens=budget, shards=shards)
     assert (shape.micro_batches, shape.rows, shape.row_tokens) == (*expected, 10)
+
+
+def test_rows_of_very_different_lengths_are_nearly_full():
+    """512 responses, log-normal: median 200, 99th percentile 2000, at most 2048 tokens."""
+    rng = np.random.default_rng(0)
+    lengths = np.minimum(np.exp(np.log(200) + 0.99 * rng.normal(size=512)), 2048).astype(int)
+    prompts = [[1] * n for n in rng.integers(40, 200, 512)]
+    shape = pack_shape(sequences=512, row_tokens=2304, micro_batch_tokens=4 * 2304, shards=1)
+    packing = Packing(prompts, np.zeros((512, 2048), np.int32), lengths, shape)
+    assert packing.efficiency == packing.tokens / (packing.micro_batches * 4 * 2304)
+    assert packing.efficiency > 0.97
+    assert hand_example().efficiency == 15 / 16

@@ -77,6 +77,8 @@ class Packing:
         """[B], tokens of each sequence, prompt included."""
         self.tokens = int(total.sum())
         """Real tokens, prompts included."""
+        self.efficiency = self.tokens / (self.micro_batches * shape.rows * shape.row_tokens)
+        """Share of the positions computed that hold a token."""
         size = (shape.micro_batches * shape.rows, shape.row_tokens)
         tokens, positions, segments = (np.zeros(size, np.int32) for _ in range(3))
         targets, self._mask = np.zeros(size, np.int32), np.zeros(size, np.float32)

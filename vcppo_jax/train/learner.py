@@ -84,6 +84,7 @@ class Learner:
         batch = put_batch(packing.batch(fields), self.mesh)
         state, info = self._update(state, batch, np.int32(packing.micro_batches))
         numbers = {name: float(x) for name, x in jax.device_get(info).items()}
+        numbers["packing_efficiency"] = packing.efficiency
         if numbers["skipped_in_row"] >= self.max_skipped:
             raise NonFiniteError(
                 f"{where}: {self.name}: {int(numbers['skipped_in_row'])} updates in a row had a loss or "
