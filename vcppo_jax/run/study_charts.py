@@ -237,15 +237,7 @@ def _draw(panels: Sequence[Panel], identity: str) -> tuple[str, str]:
             for line in panel.lines:
                 legend.setdefault(line.label, _plot(axes, line))
             _finish(axes, panel)
-        figure.legend(
-            legend.values(),
-            legend.keys(),
-            loc="outside upper left",
-            ncols=min(len(legend), 2 * columns),
-            frameon=False,
-            labelcolor=INK,
-            handlelength=2.6,
-        )
+        _add_legend(figure, legend, columns=min(len(legend), 2 * columns))
         buffer = io.StringIO()
         figure.savefig(buffer, format="svg", metadata={"Date": None, "Creator": None})
     description = " ".join(
@@ -285,6 +277,23 @@ def _finish(axes: Axes, panel: Panel) -> None:
         # At least a decade: a weight that stays at 1 is a flat line, not a picture of its rounding.
         low, high = axes.get_ylim()
         axes.set_ylim(min(low, high / 20), high * 1.5)
+
+
+def _add_legend(figure: Figure, lines: Mapping[str, Any], *, columns: int) -> None:
+    """The labels above the panels, in at most `columns`, and in as few as their width asks for."""
+    for count in range(columns, 0, -1):
+        legend = figure.legend(
+            lines.values(),
+            lines.keys(),
+            loc="outside upper left",
+            ncols=count,
+            frameon=False,
+            labelcolor=INK,
+            handlelength=2.6,
+        )
+        if count == 1 or legend.get_window_extent().width <= figure.bbox.width:
+            return
+        legend.remove()
 
 
 def _coloured(svg: str, colours: Mapping[str, str]) -> str:
