@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import resource
+import signal
 import subprocess
 import sys
 from pathlib import Path
 
+import numpy as np
 import pytest
 from tiny_model import TINY_DIR
 from tiny_networks import random_params
@@ -143,6 +146,71 @@ def test_a_mesh_that_does_not_fit_starts_nothing(capsys, config, tmp_path):
     assert not (tmp_path / "run").exists()
 
 
+@pytest.mark.parametrize(
+    ("below", "problem"), [("", "there is a file of that name"), ("/run", "Not a directory")]
+)
+def test_a_run_dir_that_is_a_file(capsys, config, tmp_path, below, problem):
+    (tmp_path / "afile").touch()
+    line = error_of(capsys, "evaluate", config, f"run_dir={tmp_path}/afile{below}", "mesh.fsdp=8")
+    assert line == (
+        f"vcppo: run_dir={tmp_path}/afile{below}: expected a directory that is there or can be made, but "
+        f"{problem}; choose another run_dir"
+    )
+
+
+def test_an_error_of_two_files_names_both():
+    error = OSError(28, "No space left on device", "from.json", None, "to.json")
+    assert cli._message(error) == "from.json -> to.json: No space left on device"
+
+
+def evaluate_until(signum, workspace):
+    """An evaluation that a signal ends between two chunks of sampling."""
+    workspace.progress.start("evaluate", 1)
+    workspace.signals._receive(signum, None)
+    workspace.signals.check()
+
+
+def train_until(signum, workspace):
+    """A phase whose loop a signal ends after its first step."""
+    from vcppo_jax.phases.loop import StepResult
+
+    def step_function(step, state, meta):
+        workspace.signals._receive(signum, None)
+        return StepResult(state, meta, {"a": 1.0})
+
+    state = {"a": np.zeros(2, np.float32)}
+    workspace.loop("sft", 2).run(lambda: state, state, step_function)
+
+
+@pytest.mark.parametrize(
+    ("phase", "said"),
+    [
+        (evaluate_until, "evaluate: {signal}: interrupted; the same command goes on"),
+        (train_until, "sft: {signal}: step 1 is saved in {run}/sft; the same command goes on"),
+    ],
+)
+@pytest.mark.parametrize("signum", [signal.SIGINT, signal.SIGTERM])
+def test_an_interrupted_phase_says_so_once(capsys, config, tmp_path, monkeypatch, phase, said, signum):
+    monkeypatch.setattr("vcppo_jax.phases.pipeline.PHASES", {"rl": lambda w: phase(signum, w)})
+    assert cli.main(["rl", str(config), "mesh.fsdp=8", "logging.tensorboard=false"]) == 128 + signum
+    captured = capsys.readouterr()
+    assert captured.err == ""
+    lines = [line for line in captured.out.splitlines() if "goes on" in line]
+    assert lines == [said.format(signal=signum.name, run=tmp_path / "run")]
+
+
+def test_a_study_that_is_interrupted_between_runs_says_so(capsys, monkeypatch):
+    from vcppo_jax.phases.loop import Interrupted
+
+    def run_study(plan):
+        raise Interrupted(signal.SIGTERM)
+
+    monkeypatch.setattr("vcppo_jax.phases.study.read_study", lambda file: None)
+    monkeypatch.setattr("vcppo_jax.phases.study.run_study", run_study)
+    assert cli.main(["study", "study.yaml"]) == 128 + signal.SIGTERM
+    assert capsys.readouterr().err == "vcppo: SIGTERM: interrupted; the same command goes on\n"
+
+
 def test_a_report_of_nothing(capsys, tmp_path):
     assert str(tmp_path / "none") in error_of(capsys, "report", tmp_path / "none")
 
@@ -171,6 +239,21 @@ def test_export_to_a_directory_in_use_is_refused(capsys, hf_dir, tmp_path):
     assert str(tmp_path) in line
     assert [p.name for p in tmp_path.iterdir()] == ["notes.txt"]
     assert mine.read_text() == "mine"
+
+
+@pytest.mark.parametrize("size", [20_000, 8_000])
+def test_export_to_a_full_disk(capsys, hf_dir, tmp_path, size):
+    """The weights, or before them the tokenizer, exceed what a file may hold."""
+    out, limits = tmp_path / "out", resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (size, limits[1]))
+    try:
+        line = error_of(capsys, "export", hf_dir, out)
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, limits)
+    assert line == (
+        f"vcppo: {out}: cannot be written: File too large; make room, or choose a place that can be written"
+    )
+    assert list(tmp_path.iterdir()) == []
 
 
 def test_export_of_nothing(capsys, tmp_path):

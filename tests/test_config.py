@@ -16,6 +16,8 @@ from vcppo_jax.data.tasks import TASKS
 SHIPPED_DIR = Path(__file__).parent.parent / "configs"
 # Those of studies have a test of their own.
 SHIPPED = sorted(p for p in SHIPPED_DIR.rglob("*.yaml") if p.parent.name != "study")
+GRPO = ("phases=[rl]", "algorithm.advantage=grpo", "rollout.n=2")
+ALTERNATING = "data.train=task:alternating_sum"
 MINIMAL = "run_dir: runs/x\nmodel: {path: builtin:tiny}\ndata: {train: 'task:running_sum'}\n"
 
 
@@ -56,6 +58,17 @@ def test_a_minimal_file_has_the_papers_defaults(write):
         ("rl.stepz=3", "unknown key 'rl.stepz'; did you mean 'rl.steps'?"),
         ("lambda_actor=1", "unknown key 'lambda_actor'; did you mean 'algorithm.lambda_actor'?"),
         ("zzzzzz=1", "unknown key 'zzzzzz'"),
+        ("rollout_n=3", "unknown key 'rollout_n'; did you mean 'rollout.n'?"),
+        ("algo.lambda_actor=1", "unknown key 'algo.lambda_actor'; did you mean 'algorithm.lambda_actor'?"),
+        ("critc.epochs=2", "unknown key 'critc.epochs'; did you mean 'critic.epochs'?"),
+        ("evaluation.top_p=1", "unknown key 'evaluation.top_p'; did you mean 'evaluate.top_p'?"),
+        ("actr.learning_rate=1", "unknown key 'actr.learning_rate'; did you mean 'actor.learning_rate'?"),
+        ("datas.train=x", "unknown key 'datas.train'; did you mean 'data.train'?"),
+        ("data.tsk.digit=3", "unknown key 'data.tsk.digit'; did you mean 'data.task.digits'?"),
+        ("rl.learning_rate=1", "unknown key 'rl.learning_rate'; did you mean 'actor.learning_rate'?"),
+        ("grade.lr=1", "unknown key 'grade.lr'; grade has samples_per_prompt, easy_from, hard_to"),
+        ("phase={rl: 1}", "unknown key 'phase'; did you mean 'phases'?"),
+        ("optimizer={}", "unknown key 'optimizer'"),
     ],
 )
 def test_an_unknown_key_names_the_nearest(write, override, expected):
@@ -82,6 +95,20 @@ def test_a_wrong_value_is_named_with_what_was_expected(write, override, parts):
     message = fault(write(MINIMAL), override)
     for part in parts:
         assert part in message
+
+
+def test_an_unknown_section_that_is_like_none_names_those_there_are(write):
+    message = fault(write(MINIMAL), "optimizer.lr=1")
+    assert "unknown key 'optimizer.lr'; the sections are model, value_model, mesh, data, rollout" in message
+    assert message.endswith("checkpoint, logging")
+
+
+def test_every_key_of_a_misspelled_section_has_a_line(write):
+    path = write(MINIMAL + "critc: {epochs: 2, eps: 1.0e-6}\n")
+    with pytest.raises(ConfigError) as caught:
+        load_config(path)
+    lines = str(caught.value).splitlines()
+    assert [line.rpartition("mean ")[2] for line in lines] == ["'critic.epochs'?", "'critic.eps'?"]
 
 
 def test_every_fault_has_a_line_of_its_own(write):
@@ -141,9 +168,12 @@ def test_a_file_that_includes_itself_is_refused(write):
         load_config(write("include: other.yaml\n" + MINIMAL))
 
 
-def test_a_missing_include_is_named(write):
-    with pytest.raises(ConfigError, match=r"nowhere\.yaml: cannot read the configuration"):
-        load_config(write("include: nowhere.yaml\n" + MINIMAL))
+def test_a_missing_include_is_named_with_the_files_that_lead_to_it(write):
+    path = write("include: base/b.yaml\n" + MINIMAL)
+    middle = write("include: [nowhere.yaml]\n", "base/b.yaml")
+    missing = middle.with_name("nowhere.yaml")
+    chain = f"{path}: include: {middle}: include: {missing}"
+    assert fault(path) == f"{chain}: cannot read the configuration: No such file or directory"
 
 
 @pytest.mark.parametrize(
@@ -211,7 +241,7 @@ def test_every_key_is_explained():
         (["phases=[rl]", "algorithm.advantage=rloo"], "set rollout.n to 2 or more"),
         (["rl.dynamic_sampling=true"], "rl.dynamic_sampling compares the samples of a prompt"),
         (["rl.dynamic_sampling_rounds=3"], "needs rl.dynamic_sampling=true"),
-        (["algorithm.sft_batch_size=3"], "algorithm.sft_batch_size needs algorithm.sft_coef"),
+        (["algorithm.sft_batch_size=3"], "algorithm.sft_batch_size=3 needs algorithm.sft_coef above 0"),
         (["rl.steps=3", "rl.critic_warmup_steps=3"], "leaves none of rl.steps=3 for the policy"),
         (
             ["phases=[rl]", "algorithm.advantage=reinforce_pp", "rl.critic_warmup_steps=1"],
@@ -229,7 +259,7 @@ def test_every_key_is_explained():
         (["algorithm.importance_cap=3"], "algorithm.importance_correction=token or sequence only"),
         (
             ["algorithm.length_adaptive_alpha=0.05", "algorithm.lambda_actor=0.9"],
-            "takes the place of lambda_actor",
+            "run.yaml: algorithm.length_adaptive_alpha takes the place of lambda_actor",
         ),
         (["algorithm.kl_target=0.1"], "set kl_coef above 0"),
         (["algorithm.kl_coef=0.1", "algorithm.kl_kind=k1"], "kl_kind=k1 as a loss pushes nowhere"),
@@ -238,13 +268,17 @@ def test_every_key_is_explained():
         (["reward.source=model", "reward.model=x", "reward.scale=zero_one"], "reward.source=verifier only"),
         (["reward.normalize=reward_model"], "needs reward.source=model"),
         (["reward.overlong_penalty=2"], "needs reward.overlong_buffer_share"),
-        (["grade.hard_to=0.9"], "grade.hard_to must be less than grade.easy_from"),
+        (["grade.hard_to=0.9"], "run.yaml: grade.hard_to must be less than grade.easy_from"),
         (
             ["value_model.step=3", "value.steps=16", "value.checkpoint_steps=[8, 20]"],
             "kept for ever, one of 8, 16",
         ),
+        (
+            ["rollout.int8_weights=true"],
+            "another policy than the one that is trained: set algorithm.importance",
+        ),
         (["value_model.step=100", "phases=[rl]"], "which phases does not list"),
-        (["algorithm.kl_horizon=5"], "algorithm.kl_horizon needs algorithm.kl_target"),
+        (["algorithm.kl_horizon=5"], "algorithm.kl_horizon=5 needs algorithm.kl_target; without"),
         (
             ["algorithm.kl_coef=0.1", "algorithm.kl_target=0.1", "algorithm.kl_horizon=100"],
             "algorithm.kl_horizon=100 is too short for steps of 512 samples",
@@ -254,7 +288,15 @@ def test_every_key_is_explained():
         (["data.validation=task:sum"], "no task 'sum'"),
         (["data.train=x.jsonl", "phases=[rl]", "rl.evaluate_every=2"], "set data.validation, or it to 0"),
         (["data.train=task:reasoning_gym/x"], "sft.data: expected a file of demonstrations"),
-        (["mesh.fsdp=0"], "mesh: expected positive sizes"),
+        (["value.settle_window=5"], "value.settle_window=5 needs value.settle=true"),
+        (["value.settle_loss_tolerance=0.1"], "needs value.settle=true; without it, leave value.settle_loss"),
+        (["value.settle_variance_tolerance=0.1"], "needs value.settle=true"),
+        (["value.settle=true", "value.steps=11"], "never stop before value.steps=11: it takes"),
+        (["value.settle=true", "value.held_out_every=10"], "measurements, 110 steps; set value.steps above"),
+        (["data.task.additions=5"], "data.task.additions=5 needs data.train=task:alternating_sum"),
+        ([ALTERNATING, "data.task.digits=5"], "data.task.digits=5 needs data.train=task:running_sum"),
+        (["logging.wandb_project=p"], "logging.wandb_project=p needs logging.wandb=true"),
+        (["mesh.fsdp=0"], "run.yaml: mesh: expected positive sizes"),
         (["mesh.data=-1"], "at most one of them -1, got data=-1, fsdp=-1, tensor=1"),
         (["seed=4294967296"], "seed: "),
         (["data.task.digits=1"], "data.task.digits: "),
@@ -283,6 +325,13 @@ def test_combinations_that_make_no_sense_are_refused(write, words, expected):
         ],
         ["phases=[rl]", "algorithm.advantage=grpo", "rollout.n=2", "algorithm.whiten_advantages=true"],
         ["algorithm.policy_loss=gspo", "algorithm.dual_clip=3", "algorithm.importance_correction=sequence"],
+        [*GRPO, "critic.beta2=0.95", "critic.warmup_steps=3"],  # of a file for several algorithms
+        ["value.settle=true", "value.steps=12"],
+        ["phases=[rl]", "value.settle=true", "value.steps=3"],
+        ["value.steps=4", "value.checkpoint_steps=[8, 16]"],  # a shorter run of a file
+        ["data.task.digits=3", "data.train=a.jsonl", "phases=[rl]"],  # hard.jsonl of a run of that task
+        [ALTERNATING, "data.validation=task:running_sum", "data.task.digits=3", "data.task.additions=3"],
+        ["logging.wandb=true", "logging.wandb_project=p"],
     ],
 )
 def test_their_neighbours_are_not(write, words):

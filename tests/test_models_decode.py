@@ -94,3 +94,28 @@ def test_a_mesh_gives_the_same_states():
     spread = jax.device_put(params, param_shardings(weight_specs(config, head="lm"), mesh))
     with jax.set_mesh(mesh):
         np.testing.assert_allclose(decode_all(spread, config), expected, atol=1e-4)
+
+
+@pytest.mark.parametrize("case", ["qwen2", "llama_biases"])
+def test_int8_weights_are_rounded_by_half_a_step_and_decode_close_by(case):
+    config = tiny_config(case)
+    params = jax.tree.map(lambda leaf: leaf / 2, random_params(config))
+    exact, rounded = decode_weights(params, config), decode_weights(params, config, int8=True)
+    for name, weights in rounded["layers"][1].items():
+        if isinstance(weights, dict):
+            assert weights["kernel"].dtype == jnp.int8
+            wide = np.asarray(exact["layers"][1][name]["kernel"])
+            scale = np.asarray(weights["scale"])
+            np.testing.assert_allclose(scale, np.abs(wide).max(axis=0) / 127, rtol=1e-6)
+            error = np.abs(wide - np.asarray(weights["kernel"], np.float32) * scale)
+            assert (error <= 0.5001 * scale).all()
+        else:
+            np.testing.assert_array_equal(weights, exact["layers"][1][name])
+
+    @jax.jit
+    def last(weights):
+        hidden, cache = prefill(weights, config, right_padded(0), LENGTHS, cache_size=CACHE)
+        return hidden, decode_step(weights, config, TOKENS[np.arange(4), LENGTHS], cache)[0]
+
+    for ours, expected in zip(last(rounded), last(exact)):
+        assert 0 < np.abs(ours - expected).max() < 0.1 * np.abs(expected).max()

@@ -152,6 +152,26 @@ def test_a_rollout_ends_at_stop_texts_and_at_its_token_budget(run, tmp_path, mon
     assert not any(c.isdigit() for text in texts for c in text[:-2]), "no token has more than two characters"
 
 
+@pytest.mark.parametrize("int8", [False, True])
+def test_int8_weights_sample_from_a_rounded_policy(run, tmp_path, monkeypatch, int8):
+    on_one_device(monkeypatch)
+    config = tiny_config(
+        tmp_path,
+        "phases=[rl]",
+        f"model.path={run / 'run' / 'sft'}",
+        "model.init=pretrained",
+        "rl.steps=1",
+        "rl.evaluate_every=0",
+        f"rollout.int8_weights={int8}",
+        "algorithm.importance_correction=token",
+    )
+    run_phases(config, ("rl",))
+    (row,) = read_metrics(tmp_path / "run" / "rl")
+    assert (row["rollout/logprob_diff/mean"] > 1e-4) == int8
+    assert row["actor/ratio_first_update"] == pytest.approx(1, abs=1e-4)
+    assert row["actor/grad_norm"] > 0
+
+
 def test_any_checkpoint_of_value_pretraining_starts_rl(run, tmp_path, capsys):
     checkpoint = run / "run" / "value" / "checkpoints" / "1"
     config = tiny_config(

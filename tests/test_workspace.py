@@ -4,12 +4,15 @@ import json
 
 import jax.numpy as jnp
 import pytest
-from tiny_run import tiny_config
+import yaml
+from tiny_run import on_one_device, tiny_config
 
 from vcppo_jax.config_load import ConfigError
 from vcppo_jax.data.tokenizer import builtin_model_dir
 from vcppo_jax.phases.artifacts import save_model_files
+from vcppo_jax.phases.inputs import check_inputs
 from vcppo_jax.phases.networks import starting_moments, value_model_path
+from vcppo_jax.phases.pipeline import run_phases
 from vcppo_jax.phases.workspace import COMPARED, Workspace, changed_settings
 from vcppo_jax.run.checkpoint import Checkpoints
 
@@ -43,6 +46,89 @@ def test_a_phase_refuses_what_it_depends_on_and_nothing_else(tmp_path, phase):
         assert [key.split(" ")[0] for key in changed] == [word.partition("=")[0]], word
     for word in allowed:
         assert changed_settings(phase, plain(tiny_config(tmp_path, word)), ours) == [], word
+
+
+@pytest.mark.parametrize(
+    ("phase", "result"),
+    [
+        ("rl", "metrics.jsonl"),
+        ("rl", "checkpoints/0/meta"),
+        ("rl", "summary.json"),
+        ("grade", "grades.jsonl"),
+    ],
+)
+def test_a_phase_holds_to_its_settings_once_it_has_done_something(tmp_path, monkeypatch, phase, result):
+    on_one_device(monkeypatch)
+    first = Workspace(tiny_config(tmp_path, "rollout.n=4"))
+    first.run_dir.mkdir()
+    directory = first.begin(phase)
+    (directory / "metrics.jsonl").write_text('{"step": 0}\n')  # as a loop that ends in its first step
+    (directory / "checkpoints").mkdir()
+    corrected = Workspace(tiny_config(tmp_path))
+    assert corrected.begin(phase) == directory
+    for file in (directory / "config.yaml", corrected.run_dir / "config.yaml"):
+        assert yaml.safe_load(file.read_text())["rollout"]["n"] == 2
+    (directory / result).parent.mkdir(exist_ok=True, parents=True)
+    (directory / result).write_text('{"step": 1}\n')
+    with pytest.raises(ConfigError, match=r"began with other settings of rollout\.n; restore them"):
+        first.begin(phase)
+    corrected.begin(phase)
+
+
+def named(tmp_path, *words, phases=None):
+    """The keys whose files are missing."""
+    config = tiny_config(tmp_path, *words)
+    try:
+        check_inputs(config, config.phases if phases is None else phases)
+    except ConfigError as error:
+        return [line.partition(": ")[0] for line in str(error).splitlines()]
+    return []
+
+
+def test_files_that_are_missing_are_named_before_anything_is_written(tmp_path):
+    words = ("phases=[sft,rl]", "data.train=none.jsonl", "data.validation=no.jsonl", "sft.data=x.jsonl")
+    config = tiny_config(tmp_path, *words, "model.path=nowhere")
+    with pytest.raises(ConfigError) as caught:
+        run_phases(config, config.phases)
+    assert str(caught.value).splitlines() == [
+        "model.path: nowhere: does not exist; expected a directory with a config.json (a Hugging Face "
+        "directory) or a trained policy (a run, a phase of it, or PHASE/checkpoints/STEP)",
+        "data.validation: no.jsonl: expected a JSONL or parquet file; there is none",
+        "sft.data: x.jsonl: expected a JSONL or parquet file; there is none",
+        "data.train: none.jsonl: expected a JSONL or parquet file; there is none",
+    ]
+    assert not (tmp_path / "run").exists()
+
+
+def test_each_phase_looks_for_the_files_that_it_reads(tmp_path):
+    assert named(tmp_path) == []
+    assert named(tmp_path, "model.path=builtin:big") == ["model.path"]
+    train = ("data.train=x.jsonl", "sft.data=y.jsonl", "reward_model.data=z.jsonl", "rl.evaluate_every=0")
+    wanted = {"sft": "sft.data", "reward": "reward_model.data", "value": "data.train", "rl": "data.train"}
+    for phase, key in wanted.items():
+        assert named(tmp_path, *train, phases=(phase,)) == [key]
+    assert named(tmp_path, *train, phases=("grade",)) == ["data.train"]
+    assert named(tmp_path, *train, "algorithm.sft_coef=1", phases=("rl",)) == ["data.train", "sft.data"]
+    (tmp_path / "x.jsonl").touch()
+    held_out = f"data.validation={tmp_path / 'x.jsonl'},task:running_sum,none.jsonl"
+    for phase in ("sft", "value", "rl", "evaluate"):
+        assert named(tmp_path, held_out, phases=(phase,)) == ["data.validation"]
+    assert named(tmp_path, held_out, "rl.evaluate_every=0", phases=("rl", "grade", "reward")) == []
+
+
+def test_models_are_looked_for_unless_an_earlier_phase_writes_them(tmp_path):
+    save_model_files(tmp_path / "other", "critic", builtin_model_dir("tiny"), {})
+    critic = ("value_model.init=checkpoint", f"value_model.path={tmp_path / 'none'}")
+    for phase in ("value", "rl"):
+        assert named(tmp_path, *critic, f"phases=[{phase}]") == ["value_model.path"]
+        assert named(tmp_path, critic[0], f"value_model.path={tmp_path / 'other'}", f"phases=[{phase}]") == []
+    assert named(tmp_path, *critic, phases=("sft", "rl", "evaluate")) == []  # rl starts from the value phase
+    run_dir = tmp_path / "run"
+    scores = ("phases=[reward,rl]", "reward.source=model", f"reward.model={run_dir / 'reward'}")
+    assert named(tmp_path, *scores) == []
+    assert named(tmp_path, *scores, phases=("rl",)) == ["reward.model"]
+    own = ("phases=[reward,value]", "value_model.init=reward_model", f"value_model.path={run_dir}")
+    assert named(tmp_path, *own) == []
 
 
 def test_demonstrations_matter_to_rl_where_they_are_mixed_in(tmp_path):

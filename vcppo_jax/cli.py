@@ -8,6 +8,10 @@ import sys
 import textwrap
 from collections.abc import Sequence
 from pathlib import Path
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from vcppo_jax.phases.loop import Interrupted
 
 COMMANDS = {
     "run": "all phases that the config lists, in order; picks up where it stopped",
@@ -82,7 +86,8 @@ def build_parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(
         prog="vcppo",
         description="Value-Calibrated PPO for reasoning models, in JAX.",
-        epilog="`vcppo rl --help` (or sft, reward, value, evaluate, run) explains every configuration key.",
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+        epilog=_LazyKeys("run"),
     )
     commands = parser.add_subparsers(dest="command", required=True, metavar="COMMAND")
     for name, text in COMMANDS.items():
@@ -192,7 +197,7 @@ def _dispatch(args: argparse.Namespace) -> int:
     try:
         report = run_phases(config, phases, again=phases if args.command == "evaluate" else ())
     except Interrupted as interrupted:
-        return 128 + interrupted.signum
+        return _interrupted(interrupted)
     print(f"report: {report}")
     return 0
 
@@ -207,9 +212,16 @@ def _study(args: argparse.Namespace) -> int:
         try:
             page = write_page(plan) if args.page else run_study(plan)
         except Interrupted as interrupted:
-            return 128 + interrupted.signum
+            return _interrupted(interrupted)
         print(f"page: {page}")
     return 0
+
+
+def _interrupted(interrupted: Interrupted) -> int:
+    """The exit status; where nobody has told the user yet, between the runs of a study, a line."""
+    if not interrupted.said:
+        print(f"vcppo: {interrupted}: interrupted; the same command goes on", file=sys.stderr)
+    return 128 + interrupted.signum
 
 
 def _export(args: argparse.Namespace) -> int:
@@ -251,7 +263,8 @@ def _is_users(error: Exception) -> bool:
 
 def _message(error: Exception) -> str:
     if isinstance(error, OSError) and error.strerror:
-        return f"{error.filename}: {error.strerror}" if error.filename else error.strerror
+        files = [str(file) for file in (error.filename, error.filename2) if file is not None]
+        return f"{' -> '.join(files)}: {error.strerror}" if files else error.strerror
     return str(error)
 
 

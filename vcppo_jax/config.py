@@ -42,6 +42,12 @@ class ModelSection(Section):
         description="What the backward pass computes again: none keeps all activations, full keeps one "
         "per layer, dots keeps the results of the matmuls.",
     )
+    attention: Literal["auto", "blocked", "cudnn", "splash"] = Field(
+        "auto",
+        description="Kernel of training, scoring and prefill; none holds [T, T] scores. auto: splash on TPU, "
+        "cudnn on NVIDIA GPUs where it can compute (bfloat16; rows are packed, so Hopper or newer), else "
+        "blocked, which runs everywhere.",
+    )
 
 
 class ValueModelSection(Section):
@@ -135,7 +141,9 @@ class OptimizerSection(Section):
 
     learning_rate: float = Field(gt=0, description="Peak learning rate.")
     warmup_steps: NonNegative = Field(
-        0, description="Updates of linear warm-up; the first one has peak / warmup_steps."
+        0,
+        description="Updates of linear warm-up; the first one has peak / warmup_steps. Training with fewer "
+        "updates does not come to the peak.",
     )
     schedule: Literal["constant", "cosine", "linear"] = Field(
         "constant", description="After the warm-up: constant, or down to 0 at the last update."
@@ -217,7 +225,9 @@ class ValueSection(Section):
     held_out_prompts: Positive = Field(256, description="Prompts of the held-out rollouts, sampled once.")
     held_out_every: Positive = Field(1, description="Steps between measurements on the held-out rollouts.")
     checkpoint_steps: tuple[Positive, ...] = Field(
-        (), description="Steps whose checkpoints are kept for ever; each can start RL."
+        (),
+        description="Steps whose checkpoints are kept for ever; each can start RL. Those after the last step "
+        "are passed over.",
     )
 
 
@@ -298,7 +308,10 @@ class CheckpointSection(Section):
     keep_last: Positive = Field(2, description="So many of the newest are kept.")
     keep_best: bool = Field(
         True,
-        description="Keep the best one too: by held-out accuracy or mean score in rl, value loss in value.",
+        description="Keep the best one too. rl: by held-out accuracy, so that with rl.evaluate_every above 0 "
+        "only steps that are evaluated and saved can be it; by mean score where it is 0. value: by value "
+        "loss on the held-out rollouts, likewise only steps of value.held_out_every. sft, reward: by the "
+        "step's loss.",
     )
 
 

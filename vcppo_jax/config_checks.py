@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
@@ -10,6 +11,65 @@ if TYPE_CHECKING:
 TASK_NAMES = ("running_sum", "alternating_sum")
 GYM = "reasoning_gym/"
 """Before the name of one of reasoning-gym's tasks."""
+
+
+def check_unread(config: Config) -> None:
+    """Keys that are set to something else than their default, and that another key keeps from being read."""
+    value, data = config.value, config.data
+    sources = [source.strip() for source in f"{data.train},{data.validation or ''}".split(",")]
+    tasks = {source.removeprefix("task:") for source in sources if source.startswith("task:")}
+    if not config.rl.dynamic_sampling:
+        _refuse_set(config, "rl.dynamic_sampling=true", "rl.dynamic_sampling_rounds")
+    if config.algorithm.sft_coef == 0:
+        _refuse_set(config, "algorithm.sft_coef above 0", "algorithm.sft_batch_size")
+    if config.algorithm.kl_target is None:
+        _refuse_set(config, "algorithm.kl_target", "algorithm.kl_horizon")
+    # Not here: the kind of a KL whose coefficient is 0, and the value model's keys under an algorithm without
+    # one. A preset sets the former, a file that several algorithms go over the latter.
+    if not value.settle:
+        tolerances = ("value.settle_loss_tolerance", "value.settle_variance_tolerance")
+        _refuse_set(config, "value.settle=true", "value.settle_window", *tolerances)
+    # With prompts of a file the task's keys may be those of the run that the file comes from.
+    for name, key in (("running_sum", "digits"), ("alternating_sum", "additions")):
+        if name not in tasks and tasks & set(TASK_NAMES):
+            _refuse_set(config, f"data.train=task:{name}", f"data.task.{key}")
+    if not config.logging.wandb:
+        _refuse_set(config, "logging.wandb=true", "logging.wandb_project")
+
+
+def _refuse_set(config: Config, needed: str, *keys: str) -> None:
+    """ValueError for the first of the keys that is not at its default."""
+    for key in keys:
+        *sections, leaf = key.split(".")
+        section = functools.reduce(getattr, sections, config)
+        value, default = getattr(section, leaf), type(section).model_fields[leaf].default
+        if value != default:
+            raise ValueError(
+                f"{key}={_shown(value)} needs {needed}; without it, leave {key} at {_shown(default)}"
+            )
+
+
+def _shown(value: object) -> object:
+    """A value as it is written in YAML."""
+    return "null" if value is None else str(value).lower() if isinstance(value, bool) else value
+
+
+def check_model(config: Config) -> None:
+    """Kernels that cannot compute in the type that is asked for."""
+    if config.model.attention == "cudnn" and config.model.compute_dtype != "bfloat16":
+        raise ValueError(
+            f"model.attention=cudnn computes in 16 bits, got compute_dtype={config.model.compute_dtype}: set "
+            "model.compute_dtype to bfloat16, or model.attention to auto or blocked"
+        )
+
+
+def check_rollout(config: Config) -> None:
+    """Samples of a rounded policy."""
+    if config.rollout.int8_weights and config.algorithm.importance_correction == "none":
+        raise ValueError(
+            "rollout.int8_weights=true samples from another policy than the one that is trained: set "
+            "algorithm.importance_correction to token or sequence"
+        )
 
 
 def check_algorithm(config: Config) -> None:
@@ -22,10 +82,6 @@ def check_algorithm(config: Config) -> None:
         )
     if config.rl.dynamic_sampling and n < 2:
         raise ValueError("rl.dynamic_sampling compares the samples of a prompt: set rollout.n to 2 or more")
-    if not config.rl.dynamic_sampling and config.rl.dynamic_sampling_rounds != 10:
-        raise ValueError("rl.dynamic_sampling_rounds needs rl.dynamic_sampling=true")
-    if config.algorithm.sft_coef == 0 and config.algorithm.sft_batch_size != 16:
-        raise ValueError("algorithm.sft_batch_size needs algorithm.sft_coef above 0")
 
     samples = config.rl.prompts_per_step * n
     if algorithm.kl_target is not None and 0.2 * samples >= algorithm.kl_horizon:
@@ -33,8 +89,6 @@ def check_algorithm(config: Config) -> None:
             f"algorithm.kl_horizon={algorithm.kl_horizon} is too short for steps of {samples} samples: the "
             f"coefficient could reach 0; set it above {int(0.2 * samples)}, better far above"
         )
-    if algorithm.kl_target is None and algorithm.kl_horizon != 10_000:
-        raise ValueError("algorithm.kl_horizon needs algorithm.kl_target")
 
 
 def check_value_model(config: Config) -> None:
@@ -71,6 +125,18 @@ def check_value_model(config: Config) -> None:
         raise ValueError(
             f"rl.critic_warmup_steps={config.rl.critic_warmup_steps} leaves none of "
             f"rl.steps={config.rl.steps} for the policy"
+        )
+
+
+def check_settling(config: Config) -> None:
+    """Value-pretraining that is to settle has the measurements for it."""
+    section = config.value
+    needed = (section.settle_window + 1) * section.held_out_every
+    if section.settle and "value" in config.phases and needed >= section.steps:
+        raise ValueError(
+            f"value.settle=true can never stop before value.steps={section.steps}: it takes "
+            f"value.settle_window + 1 measurements, {needed} steps; set value.steps above {needed}, or "
+            "value.settle_window or value.held_out_every lower"
         )
 
 
@@ -116,4 +182,13 @@ def check_data(config: Config) -> None:
         raise ValueError("reward_model.data: expected a file of pairs, or remove reward from phases")
 
 
-CHECKS = (check_algorithm, check_value_model, check_sizes, check_data)
+CHECKS = (
+    check_model,
+    check_rollout,
+    check_algorithm,
+    check_value_model,
+    check_settling,
+    check_sizes,
+    check_data,
+    check_unread,
+)

@@ -49,16 +49,52 @@ def iterate_keys(model: type[BaseModel] = Config, prefix: str = "") -> Iterator[
 
 
 def nearest_key(key: str, model: type[BaseModel] = Config) -> str | None:
-    """The known dotted key of `model` that looks most like `key`."""
-    known = [k for k, _ in iterate_keys(model)]
-    if near := difflib.get_close_matches(key, known, n=1, cutoff=0.6):
-        return near[0]
-    leaf = key.rsplit(".", 1)[-1]
-    same_leaf = [k for k in known if k.rsplit(".", 1)[-1] == leaf]
-    near_leaf = difflib.get_close_matches(leaf, [k.rsplit(".", 1)[-1] for k in known], n=1, cutoff=0.6)
-    if not same_leaf and near_leaf:
-        same_leaf = [k for k in known if k.rsplit(".", 1)[-1] == near_leaf[0]]
-    return same_leaf[0] if same_leaf else None
+    """The known dotted key of `model` that looks most like `key`; None where none does.
+
+    First one of the same section, then one with the same last part, then one with a similar last part: of
+    several the one in the most similar section.
+    """
+    known = [name for name, _ in iterate_keys(model)]
+    section, _, leaf = key.rpartition(".")
+
+    def likeness(name: str) -> tuple[bool, bool, float]:
+        other_section, _, other_leaf = name.rpartition(".")
+        total = _ratio(leaf, other_leaf) + _ratio(section, other_section)
+        return section == other_section, leaf == other_leaf, total
+
+    near = [name for name in known if _ratio(leaf, name.rpartition(".")[2]) >= 0.6]
+    if near:
+        return max(near, key=likeness)
+    # `rollout_n` for `rollout.n`
+    whole = difflib.get_close_matches(key, known, n=1, cutoff=0.8) if not section else []
+    return whole[0] if whole else None
+
+
+def _ratio(one: str, other: str) -> float:
+    """How alike two words are, from 0 to 1."""
+    return difflib.SequenceMatcher(None, one, other).ratio()
+
+
+def _unknown_keys(key: str, value: Any, model: type[BaseModel]) -> Iterator[str]:
+    """A line for `key`, which `model` does not have, or for each key below it where `value` is a mapping."""
+    near = nearest_key(key, model)
+    section = key.rpartition(".")[0]
+    beside = near is not None and near.rpartition(".")[0] == section
+    if isinstance(value, Mapping) and value and not beside:
+        for name, item in value.items():
+            yield from _unknown_keys(f"{key}.{name}", item, model)
+        return
+    known = [name.rpartition(".")[::2] for name, _ in iterate_keys(model)]
+    leaves = [other_leaf for other, other_leaf in known if other == section]
+    sections = dict.fromkeys(other.partition(".")[0] for other, _ in known if other)
+    hint = ""
+    if near is not None:
+        hint = f"; did you mean {near!r}?"
+    elif section and leaves:
+        hint = f"; {section} has {', '.join(leaves)}"
+    elif section and sections:
+        hint = f"; the sections are {', '.join(sections)}"
+    yield f"unknown key {key!r}{hint}"
 
 
 def _merge(base: Mapping[str, Any], over: Mapping[str, Any]) -> dict[str, Any]:
@@ -97,7 +133,10 @@ def _apply_includes(data: dict[str, Any], path: Path, stack: tuple[Path, ...] = 
         raise ConfigError(f"{path}: include: expected a file or a list of files, got {include!r}")
     base: dict[str, Any] = {}
     for name in names:
-        base = _merge(base, read_yaml(path.parent / str(name), stack))
+        try:
+            base = _merge(base, read_yaml(path.parent / name, stack))
+        except ConfigError as error:
+            raise ConfigError(f"{path}: include: {error}") from None
     return _merge(base, data)
 
 
@@ -117,16 +156,17 @@ def _parse_override(text: str, path: Path) -> dict[str, Any]:
 
 def describe_errors(error: ValidationError, path: Path, model: type[BaseModel] = Config) -> str:
     """One line per fault that pydantic found in the file's keys."""
-    lines = []
+    lines: list[str] = []
     for item in error.errors():
         key = ".".join(str(part) for part in item["loc"])
         if item["type"] == "extra_forbidden":
-            near = nearest_key(key, model)
-            lines.append(f"unknown key {key!r}" + (f"; did you mean {near!r}?" if near else ""))
+            lines += _unknown_keys(key, item["input"], model)
         elif item["type"] == "missing":
             lines.append(f"{key}: is required; set it in the file or with {key}=VALUE")
         elif item["type"] == "value_error":
-            lines.append(str(item["ctx"]["error"]) if not key else f"{key}: {item['ctx']['error']}")
+            text = str(item["ctx"]["error"])
+            named = not key or text.startswith((f"{key}.", f"{key}:"))
+            lines.append(text if named else f"{key}: {text}")
         else:
             lines.append(f"{key}: {item['msg'][0].lower()}{item['msg'][1:]}, got {item['input']!r}")
     return "\n".join(f"{path}: {line}" for line in lines)

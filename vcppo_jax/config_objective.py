@@ -51,6 +51,11 @@ class RolloutSection(Section):
     batch_size: Positive = Field(
         256, description="Slots: sequences that decode together; one that ends makes room for the next."
     )
+    int8_weights: bool = Field(
+        False,
+        description="Decode in RL with the layers' matrices rounded to 8 bits, half of what bfloat16 has a "
+        "decode step read. Asks for algorithm.importance_correction.",
+    )
     stop: tuple[str, ...] = Field(
         (),
         description="Texts that end a response, besides the EOS tokens; the response keeps them. In "

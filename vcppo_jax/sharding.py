@@ -7,7 +7,7 @@ axes each logical axis is split; every sharding in the project derives from it.
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 
 import jax
 import numpy as np
@@ -102,6 +102,40 @@ def constrain(x: jax.Array, *axes: str | None) -> jax.Array:
     if mesh is None or mesh.empty:
         return x
     return jax.lax.with_sharding_constraint(x, partition_spec(axes, x.shape, mesh))
+
+
+def map_shards(
+    function: Callable[..., jax.Array], arrays: Sequence[jax.Array], axes: Sequence[Sequence[str | None]]
+) -> jax.Array:
+    """`function(*arrays)`, run on each device's own part of the arrays, which have these logical axes.
+
+    For kernels that the compiler cannot partition. The result is split like the first array. A dimension
+    that does not divide stays whole, as in `partition_spec`. Without a mesh in context, a plain call.
+    """
+    mesh = jax.sharding.get_abstract_mesh()
+    if mesh.empty:
+        return function(*arrays)
+    specs = tuple(partition_spec(names, x.shape, mesh) for names, x in zip(axes, arrays))
+    # Kernels do not say over which axes their results vary, so that cannot be checked.
+    mapped = jax.shard_map(function, mesh=mesh, in_specs=specs, out_specs=specs[0], check_vma=False)
+    return mapped(*arrays)
+
+
+def axis_shards(axis: str) -> int:
+    """Into how many parts the mesh in context splits a logical axis; 1 without a mesh."""
+    mesh = jax.sharding.get_abstract_mesh()
+    return 1 if mesh.empty else math.prod(mesh.shape[name] for name in RULES[axis])
+
+
+def context_device() -> jax.Device | jax.sharding.AbstractDevice:
+    """A device like those of the mesh in context, which need not be attached; else JAX's default one.
+
+    It has a `platform` ("cpu", "gpu", "tpu") and a `device_kind`.
+    """
+    mesh = jax.sharding.get_abstract_mesh()
+    if mesh.empty or mesh.abstract_device is None:
+        return jax.devices()[0]
+    return mesh.abstract_device
 
 
 def replicated(mesh: Mesh) -> NamedSharding:

@@ -1,16 +1,36 @@
-"""Causal attention within segments, with grouped queries, never materialising [L, L] at long L.
+"""Causal attention within segments, with grouped queries, for training, scoring and prefill.
 
-One function, `attention`, for training and scoring. Its blocked form scans over blocks of queries, each
-recomputed in the backward pass, so that the scores in memory are [B, H, block, L].
+One function, `attention`, over three implementations that never hold scores of [L, L]: cuDNN on NVIDIA
+GPUs, splash attention on TPU, and a blocked form that runs everywhere.
 """
 
 from __future__ import annotations
 
+import functools
+import itertools
+import math
+from collections.abc import Callable
+
 import jax
 import jax.numpy as jnp
 
+from vcppo_jax.sharding import axis_shards, context_device, map_shards
+
+Attend = Callable[[jax.Array, jax.Array, jax.Array, jax.Array | None], jax.Array]
+
 QUERY_BLOCK = 512
-"""Queries whose scores exist at once; rows up to this long are computed in one piece."""
+"""Queries whose scores exist at once in the blocked form; rows up to this long are computed in one piece."""
+BLOCK_SCORES = QUERY_BLOCK * 4096
+"""Scores of a head that exist at once at most: rows above 4,096 have smaller blocks, down to 128 queries."""
+KEY_SPANS = 4
+"""The blocked form gives queries in the first 1/4 of a row 1/4 of the keys, and so on: 5/8 of the work."""
+SPLASH_BLOCK = 512
+"""Tile of the splash kernels, in queries and in keys; MaxText trains with this size."""
+CUDNN_TOKENS_PER_SEGMENT = 256
+"""cuDNN's statistics are [B x S, N, L] float32 for rows of up to S segments: S is L / 256, 2 at least.
+
+Rows with more segments are computed by the blocked form.
+"""
 
 
 def attention(
@@ -19,32 +39,120 @@ def attention(
     value: jax.Array,
     segment_ids: jax.Array | None,
     *,
-    block: int = QUERY_BLOCK,
+    implementation: str = "auto",
+    block: int | None = None,
 ) -> jax.Array:
     """softmax(Q K^T / sqrt(H)) V: [B, L, N, H].
 
     `query` [B, L, N, H]; `key` and `value` [B, L, K, H] with N a multiple of K (query head n reads kv head
-    n // (N / K)). A position attends to those at or before it with the same `segment_ids` [B, L] (all
-    positions when None). Scores and softmax are float32.
+    n // (N / K)). A position attends to those at or before it with the same `segment_ids` [B, L] int32 (all
+    positions when None); the tokens of a segment are neighbours, as in packed rows. Scores and softmax are
+    float32.
+
+    `implementation` is "blocked", "cudnn" (float16 or bfloat16; packed rows need a Hopper GPU or newer),
+    "splash" (TPU), or "auto", see `choose`. `block` is the number of queries at a time in the blocked form,
+    by default `query_block` of L.
+
+    Raises ValueError for another name and where cuDNN cannot compute in the dtype.
+    """
+    if implementation == "auto":
+        implementation = choose(query, packed=segment_ids is not None)
+    if implementation not in IMPLEMENTATIONS:
+        raise ValueError(
+            f"model.attention: expected auto or one of {', '.join(IMPLEMENTATIONS)}, got {implementation!r}"
+        )
+    if implementation == "blocked":
+        return blocked(query, key, value, segment_ids, block=block)
+    return IMPLEMENTATIONS[implementation](query, key, value, segment_ids)
+
+
+def choose(query: jax.Array, *, packed: bool) -> str:
+    """What "auto" is for these queries [B, L, N, H].
+
+    "splash" on TPU; "cudnn" on NVIDIA GPUs where it can compute: 16-bit types, a head width that is a
+    multiple of 8 up to 128, and from Hopper on where rows are `packed`; else "blocked".
+
+    The platform is the one that the program is compiled for, read from the mesh in context (`jax.set_mesh`),
+    which may be a topology that is not attached, else JAX's default device. `jax.lax.platform_dependent`
+    would decide later, but traces all three, and cuDNN cannot be traced where it is not installed.
+    """
+    device = context_device()
+    if device.platform == "tpu":
+        return "splash"
+    head_dim = query.shape[-1]
+    if "NVIDIA" not in device.device_kind.upper() or query.dtype.itemsize != 2:
+        return "blocked"
+    if head_dim % 8 or head_dim > 128 or (packed and _older_than_hopper()):
+        return "blocked"
+    return "cudnn"
+
+
+def _older_than_hopper() -> bool:
+    """Whether the attached GPU is; False where none is attached (compiling ahead of time)."""
+    if jax.default_backend() != "gpu":
+        return False
+    return float(jax.devices()[0].compute_capability) < 9.0
+
+
+def query_block(length: int) -> int:
+    """How many queries the blocked form computes at a time in rows of `length`."""
+    return min(QUERY_BLOCK, max(128, BLOCK_SCORES // length // 128 * 128))
+
+
+def blocked(
+    query: jax.Array,
+    key: jax.Array,
+    value: jax.Array,
+    segment_ids: jax.Array | None,
+    *,
+    block: int | None = None,
+) -> jax.Array:
+    """`attention` by scans over blocks of queries, each recomputed in the backward pass.
+
+    The scores in memory are [B, N, block, L].
     """
     length = query.shape[1]
+    if block is None:
+        block = query_block(length)
     if length <= block:
         return _attend(query, key, value, segment_ids, jnp.int32(0), segment_ids)
     blocks = -(-length // block)
-    padding = blocks * block - length
+    spans = min(KEY_SPANS, blocks)
+    bounds = [blocks * i // spans * block for i in range(spans)] + [length]
+    outs = [
+        _attend_blocks(query, key, value, segment_ids, start, stop, block)
+        for start, stop in itertools.pairwise(bounds)
+    ]
+    return jnp.concatenate(outs, axis=1)
+
+
+def _attend_blocks(
+    query: jax.Array,
+    key: jax.Array,
+    value: jax.Array,
+    segment_ids: jax.Array | None,
+    start: int,
+    stop: int,
+    block: int,
+) -> jax.Array:
+    """`attention` at `start` to `stop`: one scan over blocks of queries, which read the keys up to `stop`."""
+    blocks = -(-(stop - start) // block)
+    padding = blocks * block - (stop - start)
+    keys, values = key[:, :stop], value[:, :stop]
+    key_segments = None if segment_ids is None else segment_ids[:, :stop]
 
     def split(x: jax.Array) -> jax.Array:
-        padded = jnp.pad(x, ((0, 0), (0, padding), *[(0, 0)] * (x.ndim - 2)))
+        padded = jnp.pad(x[:, start:stop], ((0, 0), (0, padding), *[(0, 0)] * (x.ndim - 2)))
         return jnp.moveaxis(padded.reshape(x.shape[0], blocks, block, *x.shape[2:]), 1, 0)
 
     @jax.checkpoint
-    def one_block(start: jax.Array, queries: jax.Array, segments: jax.Array | None) -> jax.Array:
-        return _attend(queries, key, value, segments, start, segment_ids)
+    def one_block(first: jax.Array, queries: jax.Array, segments: jax.Array | None) -> jax.Array:
+        return _attend(queries, keys, values, segments, first, key_segments)
 
-    starts = jnp.arange(blocks, dtype=jnp.int32) * block
+    firsts = start + jnp.arange(blocks, dtype=jnp.int32) * block
     segments = None if segment_ids is None else split(segment_ids)
-    _, out = jax.lax.scan(lambda carry, x: (carry, one_block(*x)), None, (starts, split(query), segments))
-    return jnp.moveaxis(out, 0, 1).reshape(query.shape[0], blocks * block, *query.shape[2:])[:, :length]
+    _, out = jax.lax.scan(lambda carry, x: (carry, one_block(*x)), None, (firsts, split(query), segments))
+    return jnp.moveaxis(out, 0, 1).reshape(query.shape[0], -1, *query.shape[2:])[:, : stop - start]
 
 
 def _attend(
@@ -70,3 +178,148 @@ def _attend(
     weights = jax.nn.softmax(scores, axis=-1).astype(value.dtype)
     out = jnp.einsum("bkgqs,bskh->bqkgh", weights, value)
     return out.reshape(query.shape)
+
+
+def _on_each_shard(kernel: Attend) -> Attend:
+    """`kernel` on each device's rows and heads: the compiler does not partition a kernel by itself."""
+
+    @functools.wraps(kernel)
+    def mapped(
+        query: jax.Array, key: jax.Array, value: jax.Array, segment_ids: jax.Array | None
+    ) -> jax.Array:
+        heads, kv_heads, parts = query.shape[2], key.shape[2], axis_shards("act_heads")
+        if heads % parts == 0 and kv_heads % parts:
+            # Fewer kv heads than parts: each part gets copies of those that its query heads read.
+            copies = math.lcm(kv_heads, parts) // kv_heads
+            key, value = (jnp.repeat(x, copies, axis=2) for x in (key, value))
+        head_axes = ("batch", "length", "act_heads", "head_dim")
+        kv_axes = ("batch", "length", "act_kv_heads", "head_dim")
+        if segment_ids is None:
+            return map_shards(
+                lambda q, k, v: kernel(q, k, v, None), (query, key, value), (head_axes, kv_axes, kv_axes)
+            )
+        arrays = (query, key, value, segment_ids)
+        return map_shards(kernel, arrays, (head_axes, kv_axes, kv_axes, ("batch", "length")))
+
+    return mapped
+
+
+@_on_each_shard
+def cudnn(query: jax.Array, key: jax.Array, value: jax.Array, segment_ids: jax.Array | None) -> jax.Array:
+    """`attention` by cuDNN's fused kernels; packed rows go in as offsets and lengths of their segments."""
+    if query.dtype.itemsize != 2:
+        raise ValueError(
+            f"model.attention=cudnn computes in 16 bits, got {query.dtype}: set model.compute_dtype to "
+            "bfloat16, or model.attention to auto or blocked"
+        )
+    if segment_ids is None:
+        return jax.nn.dot_product_attention(query, key, value, is_causal=True, implementation="cudnn")
+    most = max(2, query.shape[1] // CUDNN_TOKENS_PER_SEGMENT)
+    offsets, lengths, counts = segment_table(segment_ids, most)
+    return jax.lax.cond(
+        jnp.all(counts <= most),
+        lambda: _cudnn_packed(query, key, value, offsets, lengths),
+        # One scan, to compile fast, over blocks so small that this branch does not set the program's memory.
+        jax.checkpoint(
+            lambda: _attend_blocks(query, key, value, segment_ids, 0, query.shape[1], QUERY_BLOCK // 8)
+        ),
+    )
+
+
+def _cudnn_packed(
+    query: jax.Array, key: jax.Array, value: jax.Array, offsets: jax.Array, lengths: jax.Array
+) -> jax.Array:
+    """cuDNN's kernel for ragged rows, which `jax.nn.dot_product_attention` does not offer (jax 0.12)."""
+    from jax._src.cudnn import fused_attention_stablehlo as fused
+
+    if jax.__version_info__ < (0, 12):
+        # These versions place segments in `key` by the stride of `query`: silently wrong with grouped
+        # queries (jax-ml/jax#39521).
+        groups = query.shape[2] // key.shape[2]
+        key, value = (jnp.repeat(x, groups, axis=2) for x in (key, value))
+    return fused.dot_product_attention(
+        query,
+        key,
+        value,
+        q_seqlen=lengths,
+        kv_seqlen=lengths,
+        q_offsets=offsets,
+        kv_offsets=offsets,
+        scale=query.shape[-1] ** -0.5,
+        mask_type=fused.MaskType.PADDING_CAUSAL,
+    )
+
+
+def segment_table(segment_ids: jax.Array, most: int) -> tuple[jax.Array, jax.Array, jax.Array]:
+    """(first positions [B, most + 1], lengths [B, most], number [B]) of the segments in each row, int32.
+
+    Runs of equal `segment_ids` [B, L], padding among them; entries beyond a row's last segment are -1, and
+    segments beyond `most` are in the number only.
+    """
+    rows = jnp.arange(segment_ids.shape[0])[:, None]
+    positions = jnp.broadcast_to(jnp.arange(segment_ids.shape[1], dtype=jnp.int32), segment_ids.shape)
+    starts = jnp.concatenate(
+        [jnp.ones_like(segment_ids[:, :1], bool), segment_ids[:, 1:] != segment_ids[:, :-1]], axis=1
+    )
+    index = jnp.cumsum(starts, axis=1, dtype=jnp.int32) - 1
+    counts = index[:, -1] + 1
+    out_of_range = most + 1
+    firsts = jnp.full((segment_ids.shape[0], most + 1), -1, jnp.int32)
+    slot = jnp.where(starts & (index < most), index, out_of_range)
+    firsts = firsts.at[rows, slot].set(positions, mode="drop")
+    lengths = jnp.zeros((segment_ids.shape[0], most), jnp.int32).at[rows, index].add(1, mode="drop")
+    return firsts, jnp.where(lengths > 0, lengths, -1), counts
+
+
+@_on_each_shard
+def splash(query: jax.Array, key: jax.Array, value: jax.Array, segment_ids: jax.Array | None) -> jax.Array:
+    """`attention` by the splash kernels of JAX, which skip the blocks above the diagonal."""
+    from jax.experimental.pallas.ops.tpu import splash_attention as kernels
+
+    length, heads, head_dim = query.shape[1:]
+    # The kernels read tiles of 128 lanes and whole blocks: rows are padded, at the end, where the causal
+    # mask hides the padding from the tokens.
+    block = min(SPLASH_BLOCK, -(-length // 128) * 128)
+    padding = -length % block
+
+    def by_head(x: jax.Array) -> jax.Array:
+        return jnp.swapaxes(jnp.pad(x, ((0, 0), (0, padding), (0, 0), (0, 0))), 1, 2)
+
+    mask = kernels.CausalMask((length + padding, length + padding))
+    # Forward, then the gradients of keys and values, then that of queries. The fused backward kernel would
+    # hold [L / block, N, L, H] of partial gradients.
+    sizes = kernels.BlockSizes(
+        block_q=block,
+        block_kv=block,
+        block_q_dkv=block,
+        block_kv_dkv=block,
+        block_q_dq=block,
+        block_kv_dq=block,
+    )
+    kernel = kernels.make_splash_mha(
+        kernels.MultiHeadMask([mask] * heads), block_sizes=sizes, head_shards=1, q_seq_shards=1
+    )
+    ids = None
+    if segment_ids is not None:
+        padded = jnp.pad(segment_ids, ((0, 0), (0, padding)))
+        ids = kernels.SegmentIds(q=padded, kv=padded)
+    # The kernels do not scale the scores.
+    scaled = (query.astype(jnp.float32) * head_dim**-0.5).astype(query.dtype)
+    out = jax.vmap(kernel)(by_head(scaled), by_head(key), by_head(value), ids)
+    return jnp.swapaxes(out, 1, 2)[:, :length].astype(query.dtype)
+
+
+IMPLEMENTATIONS: dict[str, Attend] = {"blocked": blocked, "cudnn": cudnn, "splash": splash}
+"""Name of `model.attention` -> function of query, key, value and segment ids."""
+PLATFORMS = {"cudnn": "gpu", "splash": "tpu"}
+"""Where an implementation runs that does not run everywhere."""
+
+
+def check_platform(implementation: str, platform: str) -> None:
+    """Raise ValueError where `implementation` does not run on devices of `platform` ("cpu", "gpu", "tpu")."""
+    needed = PLATFORMS.get(implementation, platform)
+    if platform != needed:
+        raise ValueError(
+            f"model.attention={implementation} runs on {needed}, the devices here are {platform}: set it to "
+            "auto or blocked"
+        )

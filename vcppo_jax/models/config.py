@@ -52,10 +52,16 @@ class ModelConfig:
     """Run-time choice: "float32" or "bfloat16", the type of the matmuls."""
     remat: str
     """Run-time choice: "none", "full" or "dots", what the backward pass computes again."""
+    attention: str = "auto"
+    """Run-time choice: "auto" or one of `attention.IMPLEMENTATIONS`."""
 
 
 def model_config(
-    source: str | Path | Mapping[str, Any], *, compute_dtype: str = "float32", remat: str = "none"
+    source: str | Path | Mapping[str, Any],
+    *,
+    compute_dtype: str = "float32",
+    remat: str = "none",
+    attention: str = "auto",
 ) -> ModelConfig:
     """The architecture of a Hugging Face directory, its config.json, or that file's contents.
 
@@ -65,6 +71,7 @@ def model_config(
     """
     _check_choice("compute_dtype", compute_dtype, ("float32", "bfloat16"))
     _check_choice("remat", remat, ("none", "full", "dots"))
+    _check_choice("attention", attention, ("auto", "blocked", "cudnn", "splash"))
     hf, where = _read(source)
     family = hf.get("model_type")
     if family not in FAMILIES:
@@ -104,6 +111,7 @@ def model_config(
         eos_token_ids=_eos_ids(source, hf),
         compute_dtype=compute_dtype,
         remat=remat,
+        attention=attention,
     )
 
 

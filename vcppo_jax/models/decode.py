@@ -38,11 +38,12 @@ class Cache:
     """[B] int32, tokens in the cache; the next one goes there."""
 
 
-def decode_weights(params: Params, config: ModelConfig) -> Params:
+def decode_weights(params: Params, config: ModelConfig, *, int8: bool = False) -> Params:
     """The parameters in the compute dtype, `layers` a tuple of one tree per layer.
 
     On a mesh they are split over `tensor` alone: a decode step then gathers no weights, which over `fsdp`
-    it would do for every token.
+    it would do for every token. With `int8` the layers' kernels are whole numbers of 8 bits and have a
+    `scale` [out] beside them.
     """
 
     def place(spec: WeightSpec, weight: jax.Array, first: int) -> jax.Array:
@@ -50,13 +51,25 @@ def decode_weights(params: Params, config: ModelConfig) -> Params:
         return constrain(weight.astype(config.compute_dtype), *axes)
 
     def layer(index: int) -> Params:
-        return jax.tree.map(lambda s, w: place(s, w[index], 1), layer_specs, layers, is_leaf=is_spec)
+        placed = jax.tree.map(lambda s, w: place(s, w[index], 1), layer_specs, layers, is_leaf=is_spec)
+        if not int8:
+            return placed
+        return {name: _to_int8(w) if isinstance(w, dict) else w for name, w in placed.items()}
 
     specs = weight_specs(config, head="lm")
     layer_specs, layers = specs.pop("layers"), params["layers"]
     rest = {name: weight for name, weight in params.items() if name != "layers"}
     placed = jax.tree.map(lambda s, w: place(s, w, 0), specs, rest, is_leaf=is_spec)
     return {**placed, "layers": tuple(map(layer, range(config.num_layers)))}
+
+
+def _to_int8(weights: Params) -> Params:
+    """A linear map with its kernel [in, out] rounded to 8 bits, symmetrically, with one scale per output."""
+    dtype, kernel = weights["kernel"].dtype, weights["kernel"].astype(jnp.float32)
+    largest = jnp.max(jnp.abs(kernel), axis=0)
+    scale = jnp.where(largest > 0, largest / 127, 1.0).astype(dtype)
+    rounded = jnp.clip(jnp.round(kernel / scale.astype(jnp.float32)), -127, 127)
+    return {**weights, "kernel": rounded.astype(jnp.int8), "scale": scale}
 
 
 def empty_cache(config: ModelConfig, rows: int, cache_size: int) -> Cache:
@@ -100,7 +113,8 @@ def prefill(
         query, key, value = project_qkv(layer, config, x, angles)
         keys.append(to_cache(key))
         values.append(to_cache(value))
-        x = finish_layer(layer, config, x, attention(query, key, value, None))
+        attended = attention(query, key, value, None, implementation=config.attention)
+        x = finish_layer(layer, config, x, attended)
         x = constrain(x, "batch", "length", "act_embed")
     last = jnp.take_along_axis(x, (lengths - 1)[:, None, None], axis=1)[:, 0]
     hidden = rms_norm(last, weights["norm"], config.rms_norm_eps)

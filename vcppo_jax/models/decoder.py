@@ -66,6 +66,8 @@ def linear(weights: Params, x: jax.Array) -> jax.Array:
     """
     kernel = weights["kernel"].astype(x.dtype)
     y = (x.reshape(-1, x.shape[-1]) @ kernel).reshape(*x.shape[:-1], kernel.shape[-1])
+    if "scale" in weights:  # of the 8-bit kernels that decoding may use
+        y = y * weights["scale"]
     return y + weights["bias"].astype(x.dtype) if "bias" in weights else y
 
 
@@ -121,7 +123,8 @@ def hidden_states(
         query, key, value = project_qkv(layer, config, x, angles)
         query = constrain(query, "batch", "length", "act_heads", "head_dim")
         key = constrain(key, "batch", "length", "act_kv_heads", "head_dim")
-        x = finish_layer(layer, config, x, attention(query, key, value, segment_ids))
+        attended = attention(query, key, value, segment_ids, implementation=config.attention)
+        x = finish_layer(layer, config, x, attended)
         return constrain(x, "batch", "length", "act_embed"), None
 
     if config.remat != "none":

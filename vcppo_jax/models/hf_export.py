@@ -8,6 +8,7 @@ from __future__ import annotations
 import dataclasses
 import json
 import os
+import re
 import shutil
 import tempfile
 from collections.abc import Iterator
@@ -17,6 +18,7 @@ from typing import Any, Literal
 import jax
 import ml_dtypes
 import numpy as np
+from safetensors import SafetensorError
 from safetensors.numpy import save_file
 
 from vcppo_jax.models.config import ModelConfig, model_config
@@ -29,7 +31,7 @@ EXPORT_DTYPES: dict[str, Any] = {"float32": np.float32, "bfloat16": ml_dtypes.bf
 CLASS_PREFIX = {"llama": "Llama", "qwen2": "Qwen2", "qwen3": "Qwen3"}
 
 # Fields of the config in which the source directory may differ from the model to export.
-NOT_ARCHITECTURE = ("compute_dtype", "remat", "initializer_range", "eos_token_ids")
+NOT_ARCHITECTURE = ("compute_dtype", "remat", "attention", "initializer_range", "eos_token_ids")
 
 # What makes up a tokenizer and the generation defaults, in every version of transformers.
 COPIED_FILES = (
@@ -65,7 +67,7 @@ def export_policy(
     `max_shard_bytes` are spread over several files with an index; one shard is in host memory at a time.
 
     Raises ValueError if `out_dir` exists and is not empty, if `source_dir` describes another model, or if
-    `dtype` is unknown.
+    `dtype` is unknown; OSError if it cannot be written, and then nothing is left.
     """
     config = policy.config
     hf_config = _hf_config(config, source_dir, f"{CLASS_PREFIX[config.family]}ForCausalLM", dtype)
@@ -236,7 +238,13 @@ def _write_weights(folder: Path, tensors: list[tuple[Tensor, int]], dtype: str, 
     for number, shard in enumerate(shards, start=1):
         file = SINGLE if len(shards) == 1 else f"model-{number:05d}-of-{len(shards):05d}.safetensors"
         arrays = {tensor[0]: _to_host(tensor, np_dtype) for tensor in shard}
-        save_file(arrays, folder / file, metadata={"format": "pt"})
+        try:
+            save_file(arrays, folder / file, metadata={"format": "pt"})
+        except SafetensorError as error:
+            code = re.search(r"\(os error (\d+)\)", str(error))  # Rust's spelling
+            if code is None:
+                raise
+            raise OSError(int(code[1]), os.strerror(int(code[1])), str(folder / file)) from error
         weight_map |= dict.fromkeys(arrays, file)
     if len(shards) > 1:
         total = sum(size for _, size in tensors) * np_dtype.itemsize

@@ -47,21 +47,23 @@ def load_policy(
     *,
     compute_dtype: str = "float32",
     remat: str = "none",
+    attention: str = "auto",
     mesh: Mesh | None = None,
     param_dtype: DTypeLike = "float32",
 ) -> Policy:
     """The policy in a Hugging Face directory of a *ForCausalLM model.
 
-    `compute_dtype` ("float32", "bfloat16") and `remat` ("none", "full", "dots") are run-time choices kept in
-    the config; `param_dtype` is that of the master weights, whatever the file holds. With a mesh the
-    weights are sharded by the rules of `sharding`, without one they are on the default device.
+    `compute_dtype` ("float32", "bfloat16"), `remat` ("none", "full", "dots") and `attention` ("auto" or one
+    of `attention.IMPLEMENTATIONS`) are run-time choices kept in the config; `param_dtype` is that of the
+    master weights, whatever the file holds. With a mesh the weights are sharded by the rules of `sharding`,
+    without one they are on the default device.
 
     Raises CheckpointError, naming file and tensor, when the directory is not a complete and exact
     checkpoint, and ValueError when config.json describes an architecture that is not supported.
     """
     path = Path(path)
     check_directory(path)
-    config = model_config(path, compute_dtype=compute_dtype, remat=remat)
+    config = model_config(path, compute_dtype=compute_dtype, remat=remat, attention=attention)
     specs = weight_specs(config, head="lm")
     with CheckpointFiles(path) as files:
         expected = expected_shapes(specs)
@@ -80,6 +82,7 @@ def load_value_model(
     *,
     compute_dtype: str = "float32",
     remat: str = "none",
+    attention: str = "auto",
     mesh: Mesh | None = None,
     param_dtype: DTypeLike = "float32",
     head_bias: bool = False,
@@ -93,7 +96,7 @@ def load_value_model(
     """
     path = Path(path)
     check_directory(path)
-    config = model_config(path, compute_dtype=compute_dtype, remat=remat)
+    config = model_config(path, compute_dtype=compute_dtype, remat=remat, attention=attention)
     dtype = np.dtype(param_dtype)
     with CheckpointFiles(path) as files:
         head = _find_head(files, config)

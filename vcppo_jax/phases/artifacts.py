@@ -25,6 +25,7 @@ from vcppo_jax.models.hf_export import COPIED_FILES
 from vcppo_jax.models.networks import Policy, ValueModel
 from vcppo_jax.models.specs import init_params, is_spec, param_shardings, weight_specs
 from vcppo_jax.run.checkpoint import read_params
+from vcppo_jax.run.files import writing
 
 BUILTIN = "builtin:"
 PARTS = {"actor": "model", "critic": "value_model"}
@@ -69,13 +70,19 @@ def find_model(path: str | Path, network: str = "actor") -> ModelSource:
 
 
 def save_model_files(phase_dir: Path, network: str, model_dir: Path, extra: dict[str, Any]) -> None:
-    """Put config.json and the tokenizer of `model_dir` beside the phase's checkpoints, with `extra` facts."""
+    """Put config.json and the tokenizer of `model_dir` beside the phase's checkpoints, with `extra` facts.
+
+    Raises WriteError.
+    """
     target = phase_dir / PARTS[network]
-    target.mkdir(parents=True, exist_ok=True)
+    with writing(target):
+        target.mkdir(parents=True, exist_ok=True)
     for name in ("config.json", *COPIED_FILES):
         if (model_dir / name).is_file():
-            shutil.copyfile(model_dir / name, target / name)
-    (target / "vcppo.json").write_text(json.dumps(extra) + "\n", encoding="utf-8")
+            with writing(target / name):
+                shutil.copyfile(model_dir / name, target / name)
+    with writing(target / "vcppo.json"):
+        (target / "vcppo.json").write_text(json.dumps(extra) + "\n", encoding="utf-8")
 
 
 def abstract_params(specs: Any, mesh: Mesh | None) -> Any:
@@ -96,48 +103,66 @@ def with_all_eos(config: ModelConfig, model_dir: Path) -> ModelConfig:
 
 
 def load_policy(
-    path: str | Path, *, compute_dtype: str = "float32", remat: str = "none", mesh: Mesh | None = None
+    path: str | Path,
+    *,
+    compute_dtype: str = "float32",
+    remat: str = "none",
+    attention: str = "auto",
+    mesh: Mesh | None = None,
 ) -> Policy:
     """The policy of a Hugging Face directory, or of a run, a phase of it, or one of its checkpoints.
 
     Weights are float32 and sharded over `mesh` (default device when None); `compute_dtype` ("float32",
-    "bfloat16") and `remat` ("none", "full", "dots") are run-time choices. The config's `eos_token_ids` are
-    the union of the model's and the tokenizer's. Raises ValueError when there is no complete policy.
+    "bfloat16"), `remat` ("none", "full", "dots") and `attention` ("auto" or one of
+    `attention.IMPLEMENTATIONS`) are run-time choices. The config's `eos_token_ids` are the union of the
+    model's and the tokenizer's. Raises ValueError when there is no complete policy.
     """
     source = find_model(path)
     if source.checkpoint is None:
-        policy = hf.load_policy(source.model_dir, compute_dtype=compute_dtype, remat=remat, mesh=mesh)
+        policy = hf.load_policy(
+            source.model_dir, compute_dtype=compute_dtype, remat=remat, attention=attention, mesh=mesh
+        )
     else:
-        config = model_config(source.model_dir, compute_dtype=compute_dtype, remat=remat)
+        config = model_config(source.model_dir, compute_dtype=compute_dtype, remat=remat, attention=attention)
         abstract = abstract_params(weight_specs(config, head="lm"), mesh)
         policy = Policy(read_params(source.checkpoint, abstract, subtree="actor/params"), config)
     return policy.replace(config=with_all_eos(policy.config, source.model_dir))  # type: ignore[attr-defined]
 
 
 def load_value_model(
-    path: str | Path, *, compute_dtype: str = "float32", remat: str = "none", mesh: Mesh | None = None
+    path: str | Path,
+    *,
+    compute_dtype: str = "float32",
+    remat: str = "none",
+    attention: str = "auto",
+    mesh: Mesh | None = None,
 ) -> ValueModel:
     """The value model of a Hugging Face directory (reward model, critic, or causal LM: then with a new head),
     or of a run, a phase of it, or one of its checkpoints.
 
     Arguments and errors as in `load_policy`.
     """
-    return value_model_and_origin(path, compute_dtype=compute_dtype, remat=remat, mesh=mesh, head_bias=False)[
-        0
-    ]
+    return value_model_and_origin(
+        path, compute_dtype=compute_dtype, remat=remat, attention=attention, mesh=mesh, head_bias=False
+    )[0]
 
 
 def value_model_and_origin(
-    path: str | Path, *, compute_dtype: str, remat: str, mesh: Mesh | None, head_bias: bool
+    path: str | Path, *, compute_dtype: str, remat: str, attention: str, mesh: Mesh | None, head_bias: bool
 ) -> tuple[ValueModel, str]:
     """`load_value_model`, and a line that says where its head came from."""
     source = find_model(path, "critic")
     if source.checkpoint is None:
         model, head = hf.load_value_model(
-            source.model_dir, compute_dtype=compute_dtype, remat=remat, mesh=mesh, head_bias=head_bias
+            source.model_dir,
+            compute_dtype=compute_dtype,
+            remat=remat,
+            attention=attention,
+            mesh=mesh,
+            head_bias=head_bias,
         )
         return model, f"value model from {path}; head {head}"
-    config = model_config(source.model_dir, compute_dtype=compute_dtype, remat=remat)
+    config = model_config(source.model_dir, compute_dtype=compute_dtype, remat=remat, attention=attention)
     facts = json.loads((source.model_dir / "vcppo.json").read_text(encoding="utf-8"))
     specs = weight_specs(config, head="value", head_bias=facts["head_bias"])
     params = read_params(source.checkpoint, abstract_params(specs, mesh), subtree="critic/params")
@@ -171,10 +196,14 @@ def value_model_from_policy(policy: Policy, mesh: Mesh, *, head_bias: bool) -> t
 def export(path: str | Path, out_dir: str | Path, *, dtype: str = "float32", network: str = "actor") -> Path:
     """Write the policy (network "critic": the value model) of `path` as a Hugging Face directory.
 
-    `path` as in `load_policy`. Raises ValueError where it holds no trained model or `out_dir` is in use.
+    `path` as in `load_policy`. Raises ValueError where it holds no trained model or `out_dir` is in use,
+    WriteError where `out_dir` cannot be written; then nothing is left there.
     """
     source = find_model(path, network)
     if network == "critic":
         value_model = load_value_model(path)
-        return hf.export_value_model(value_model, out_dir, source_dir=source.model_dir, dtype=dtype)
-    return hf.export_policy(load_policy(path), out_dir, source_dir=source.model_dir, dtype=dtype)
+        with writing(out_dir):
+            return hf.export_value_model(value_model, out_dir, source_dir=source.model_dir, dtype=dtype)
+    policy = load_policy(path)
+    with writing(out_dir):
+        return hf.export_policy(policy, out_dir, source_dir=source.model_dir, dtype=dtype)

@@ -127,6 +127,7 @@ def collect(
     key: jax.Array,
     timer: Timer,
     interruptible: bool,
+    int8_weights: bool = False,
 ) -> ScoredRollout:
     """`sampling.n` scored responses to each record.
 
@@ -155,6 +156,7 @@ def collect(
             pad_id=workspace.pad_id,
             batch_size=workspace.config.rollout.batch_size,
             mesh=workspace.mesh,
+            int8_weights=int8_weights,
             find_stop=stop_finder(workspace.tokenizer, stop) if stop else None,
             token_budget=workspace.config.rollout.token_budget,
             on_progress=on_progress,

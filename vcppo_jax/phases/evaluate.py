@@ -95,7 +95,11 @@ def last_policy(workspace: Workspace) -> tuple[Policy, str]:
         directory = workspace.run_dir / phase
         if any(step.name.isdigit() for step in (directory / "checkpoints").glob("*")):
             return load_policy(
-                directory, compute_dtype=model.compute_dtype, remat=model.remat, mesh=workspace.mesh
+                directory,
+                compute_dtype=model.compute_dtype,
+                remat=model.remat,
+                attention=model.attention,
+                mesh=workspace.mesh,
             ), phase
     return workspace.base_policy(), model.path
 

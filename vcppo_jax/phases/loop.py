@@ -22,6 +22,7 @@ import numpy as np
 
 from vcppo_jax.config import CheckpointSection, LoggingSection
 from vcppo_jax.run.checkpoint import Checkpoints
+from vcppo_jax.run.files import writing
 from vcppo_jax.run.metrics import MetricsWriter, StepLog, WandbSettings
 from vcppo_jax.run.progress import Progress
 
@@ -35,6 +36,8 @@ class Interrupted(Exception):
     def __init__(self, signum: int) -> None:
         super().__init__(signal.Signals(signum).name)
         self.signum = signum
+        self.said = False
+        """Whether the user has been told."""
 
 
 class Signals:
@@ -205,6 +208,7 @@ class PhaseLoop:
                 f"{self.phase}: {interrupted}: step {done} is saved in {self.phase_dir}; "
                 "the same command goes on"
             )
+            interrupted.said = True
             raise
         return state, meta, done
 
@@ -213,10 +217,14 @@ class PhaseLoop:
 
 
 def write_whole(file: Path, text: str) -> None:
-    """Write a file so that a reader, and a run after a kill, sees the old one or the whole new one."""
+    """Write a file so that a reader, and a run after a kill, sees the old one or the whole new one.
+
+    Raises WriteError.
+    """
     temporary = file.with_suffix(".tmp")
-    temporary.write_text(text, encoding="utf-8")
-    os.replace(temporary, file)
+    with writing(file):
+        temporary.write_text(text, encoding="utf-8")
+        os.replace(temporary, file)
 
 
 def write_json(file: Path, value: Any) -> None:

@@ -38,6 +38,11 @@ def learner(
     learning_rate: float | None = None,
 ) -> Learner:
     """A network with the optimizer of its config section; its schedule ends after `updates`."""
+    if section.warmup_steps > updates:
+        workspace.progress.message(
+            f"{name}: warmup_steps={section.warmup_steps} is more than the phase has updates, {updates}: "
+            "the learning rate does not come to its peak"
+        )
     schedule = learning_rate_schedule(
         learning_rate=section.learning_rate if learning_rate is None else learning_rate,
         warmup_steps=section.warmup_steps,
@@ -123,6 +128,7 @@ def starting_value_model(workspace: Workspace, policy: Policy, phase: str) -> tu
         path,
         compute_dtype=config.model.compute_dtype,
         remat=config.model.remat,
+        attention=config.model.attention,
         mesh=workspace.mesh,
         head_bias=section.head_bias,
     )

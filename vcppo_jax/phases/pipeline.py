@@ -11,6 +11,7 @@ from vcppo_jax.config import PHASES as ALL_PHASES
 from vcppo_jax.config import Config
 from vcppo_jax.phases import evaluate, grade, reward, rl, sft, value
 from vcppo_jax.phases.evaluate import accuracy, mean_length
+from vcppo_jax.phases.inputs import check_inputs
 from vcppo_jax.phases.loop import Signals
 from vcppo_jax.phases.workspace import Workspace
 from vcppo_jax.run.metrics import read_metrics
@@ -33,8 +34,11 @@ def run_phases(
     """Run the phases that are not finished, in order; the path of the report page.
 
     Phases in `again` (evaluation, when it is asked for by name) run even if they are finished. `signals`: as
-    in `Workspace`.
+    in `Workspace`. Raises ConfigError, before anything is written, where a file that a phase reads is not
+    there.
     """
+    due = [phase for phase in phases if phase in again or not finished(Path(config.run_dir) / phase)]
+    check_inputs(config, due)
     with Workspace(config, signals) as workspace:
         for phase in phases:
             workspace.signals.check()

@@ -95,7 +95,12 @@ class RewardScorer:
         check_tokenizer(path, source.model_dir, workspace.tokenizer)
         model = workspace.config.model
         value_model, _ = value_model_and_origin(
-            path, compute_dtype=model.compute_dtype, remat=model.remat, mesh=workspace.mesh, head_bias=False
+            path,
+            compute_dtype=model.compute_dtype,
+            remat=model.remat,
+            attention=model.attention,
+            mesh=workspace.mesh,
+            head_bias=False,
         )
         # A new head is zero, and gives every response the same score.
         if not bool(jnp.any(value_model.params["score"]["kernel"])):

@@ -182,6 +182,7 @@ class RL:
                 key=self.workspace.key("rl", "rollout", step, *names),
                 timer=timer,
                 interruptible=True,
+                int8_weights=config.rollout.int8_weights,
             )
 
         def score(rollout: ScoredRollout) -> np.ndarray:

@@ -39,12 +39,15 @@ from vcppo_jax.data.tasks import (
     reasoning_gym_problems,
 )
 from vcppo_jax.data.tokenizer import eos_ids, load_tokenizer, pad_id
+from vcppo_jax.models.attention import check_platform
 from vcppo_jax.models.config import model_config
 from vcppo_jax.models.networks import Policy
 from vcppo_jax.models.specs import init_params, weight_specs
 from vcppo_jax.phases.artifacts import find_model, load_policy, with_all_eos
-from vcppo_jax.phases.loop import PhaseLoop, Signals, write_json, write_whole
+from vcppo_jax.phases.loop import Interrupted, PhaseLoop, Signals, write_json, write_whole
 from vcppo_jax.rewards.pool import VerifierPool
+from vcppo_jax.run.files import writing
+from vcppo_jax.run.metrics import read_step_log
 from vcppo_jax.run.progress import Progress
 from vcppo_jax.sharding import batch_shards, make_mesh
 
@@ -60,7 +63,7 @@ COMPARED: dict[str, tuple[str, ...]] = {
     "grade": ("seed", "model", "data", "rollout", "grade"),
     "evaluate": (),  # it always evaluates again
 }
-NEVER_COMPARED = {"data.validation", "model.remat", "rl.evaluate_every"}
+NEVER_COMPARED = {"data.validation", "model.remat", "model.attention", "rl.evaluate_every"}
 STARTS_FROM = {"reward": ("sft",), "value": ("sft",), "rl": ("sft", "value")}
 """Phases of the run that a phase starts from where `phases` lists them."""
 
@@ -84,6 +87,16 @@ def changed_settings(phase: str, ours: dict[str, Any], theirs: dict[str, Any]) -
     return changed
 
 
+def _has_results(phase: str, directory: Path) -> bool:
+    """Whether the phase has done a step, or saved where it starts; a finished grading starts anew."""
+    if (directory / "summary.json").is_file():
+        return phase != "grade"
+    logs = (directory / name for name in ("metrics.jsonl", "grades.jsonl"))
+    if any(line["step"] > 0 for log in logs if log.is_file() for line in read_step_log(log)):
+        return True
+    return any(step.name.isdigit() for step in (directory / "checkpoints").glob("*"))
+
+
 def _flat(tree: dict[str, Any], prefix: str = "") -> dict[str, Any]:
     flat: dict[str, Any] = {}
     for key, value in tree.items():
@@ -99,13 +112,21 @@ class Workspace:
         self.config = config
         self.run_dir = Path(config.run_dir)
         self.mesh: Mesh = make_mesh(config.mesh.model_dump())
+        check_platform(config.model.attention, self.mesh.devices.flat[0].platform)
         self.signals = Signals() if signals is None else signals
         self.progress = Progress()
         self.verifier = VerifierPool(config.verifier.workers)
         self._stack = ExitStack()
 
     def __enter__(self) -> Self:
-        self.run_dir.mkdir(parents=True, exist_ok=True)
+        try:
+            self.run_dir.mkdir(parents=True, exist_ok=True)
+        except OSError as error:
+            problem = "there is a file of that name" if self.run_dir.is_file() else error.strerror
+            raise ConfigError(
+                f"run_dir={self.run_dir}: expected a directory that is there or can be made, but {problem}; "
+                "choose another run_dir"
+            ) from None
         self._stack.enter_context(_messages(self.progress))
         self._stack.enter_context(self.verifier)
         self._stack.enter_context(self.progress)
@@ -117,6 +138,10 @@ class Workspace:
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
+        if isinstance(error, Interrupted) and not error.said:
+            where = f"{self.progress.phase}: {error}" if self.progress.phase else str(error)
+            self.progress.message(f"{where}: interrupted; the same command goes on")
+            error.said = True
         self._stack.__exit__(kind, error, trace)
 
     # Randomness and shapes.
@@ -145,7 +170,8 @@ class Workspace:
     def phase_dir(self, phase: str) -> Path:
         """The phase's directory, made if it is not there."""
         directory = self.run_dir / phase
-        directory.mkdir(exist_ok=True)
+        with writing(directory):
+            directory.mkdir(exist_ok=True)
         return directory
 
     def begin(self, phase: str) -> Path:
@@ -153,7 +179,8 @@ class Workspace:
         directory = self.phase_dir(phase)
         ours = self.config.model_dump(mode="json")
         file = directory / "config.yaml"
-        if file.is_file() and not (phase == "grade" and (directory / "summary.json").is_file()):
+        # A phase that came to nothing (a file could not be read) holds nobody to its settings.
+        if file.is_file() and _has_results(phase, directory):
             theirs = yaml.safe_load(file.read_text(encoding="utf-8"))
             changed = changed_settings(phase, ours, theirs)
             if changed:
@@ -210,9 +237,15 @@ class Workspace:
         model = self.config.model
         if model.init == "pretrained":
             return load_policy(
-                model.path, compute_dtype=model.compute_dtype, remat=model.remat, mesh=self.mesh
+                model.path,
+                compute_dtype=model.compute_dtype,
+                remat=model.remat,
+                attention=model.attention,
+                mesh=self.mesh,
             )
-        config = model_config(self.model_dir, compute_dtype=model.compute_dtype, remat=model.remat)
+        config = model_config(
+            self.model_dir, compute_dtype=model.compute_dtype, remat=model.remat, attention=model.attention
+        )
         params = init_params(weight_specs(config, head="lm"), self.key("model"), self.mesh)
         return Policy(params, with_all_eos(config, self.model_dir))
 
@@ -227,7 +260,13 @@ class Workspace:
                 f"phases lists sft, but {directory} holds no finished cold start; run `vcppo sft` with this "
                 "config first, or set phases without sft"
             )
-        return load_policy(directory, compute_dtype=model.compute_dtype, remat=model.remat, mesh=self.mesh)
+        return load_policy(
+            directory,
+            compute_dtype=model.compute_dtype,
+            remat=model.remat,
+            attention=model.attention,
+            mesh=self.mesh,
+        )
 
     @property
     def has_validation(self) -> bool:

@@ -67,6 +67,7 @@ def generate(
     mesh: Mesh | None = None,
     sample_ids: Sequence[int] | np.ndarray | None = None,
     limits: Sequence[int] | np.ndarray | None = None,
+    int8_weights: bool = False,
     find_stop: Callable[[np.ndarray, int], int | None] | None = None,
     token_budget: int | None = None,
     on_progress: Callable[[Progress], None] | None = None,
@@ -80,6 +81,9 @@ def generate(
 
     Sample s draws token t with the key `fold_in(fold_in(key, s), t)`, where s is the row index or
     `sample_ids[row]`: its tokens do not depend on the batch, slot or order in which it ran.
+
+    With `int8_weights` the layers' matrices are rounded to 8 bits for decoding, a scale per output; log-probs
+    are those of the rounded model, which is another than the trainer's (see `importance_weights`).
 
     `limits` [P * n] gives each row a limit of its own, from 1 to max_new_tokens. `find_stop(tokens, seen)`
     ends responses for other reasons (stop strings: `data.tokenizer.stop_finder`): given the response so far
@@ -121,7 +125,10 @@ def generate(
         bucket,
     )
     with contextlib.nullcontext() if mesh is None else jax.set_mesh(mesh):
-        call = _Call(policy, prompts, sampling, key, eos_ids, pad_id, plan, bucket, ids, row_limits, mesh)
+        weights = _decode_weights(policy.params, config, int8=int8_weights)
+        call = _Call(
+            weights, config, prompts, sampling, key, eos_ids, pad_id, plan, bucket, ids, row_limits, mesh
+        )
         return call.run(find_stop, on_progress, token_budget)
 
 
@@ -163,7 +170,8 @@ class _Call:
 
     def __init__(
         self,
-        policy: Policy,
+        weights: Any,
+        config: ModelConfig,
         prompts: Sequence[Sequence[int]],
         sampling: Sampling,
         key: jax.Array,
@@ -175,12 +183,12 @@ class _Call:
         limits: np.ndarray,
         mesh: Mesh | None,
     ) -> None:
-        self.config, self.sampling, self.plan, self.key = policy.config, sampling, plan, key
+        self.weights, self.config = weights, config
+        self.sampling, self.plan, self.key = sampling, plan, key
         self.prompts, self.bucket = prompts, bucket
         self.sample_ids, self.limits = sample_ids, limits
         self.shards = 1 if mesh is None else batch_shards(mesh)
         self.eos_ids = np.asarray(sorted({int(i) for i in eos_ids}), np.int32)
-        self.weights = _decode_weights(policy.params, self.config)
         shape, rows = (plan.slots[0], bucket + sampling.max_new_tokens), len(sample_ids)
         self.slots: Slots = _new_slots(self.config, *shape, sampling.max_new_tokens)
         self.row_of = np.full(plan.slots[0], -1)
@@ -252,6 +260,8 @@ class _Call:
             rows, at, free = np.arange(self.next_row, self.next_row + count), free[:count], free[count:]
             self._put(rows, at, first, cache)
             self.next_row += count
+        if self.next_row == total:
+            self.read = (0, None)  # frees the prompts' cache
 
     def _prefill(self, first: int) -> Cache:
         """The cache of the prompts from `first` on."""
@@ -383,7 +393,7 @@ class _Call:
         )
 
 
-_decode_weights = jax.jit(decode_weights, static_argnames="config")
+_decode_weights = jax.jit(decode_weights, static_argnames=("config", "int8"))
 _new_slots = jax.jit(new_slots, static_argnums=(0, 1, 2, 3))
 _prefill = jax.jit(prefill_prompts, static_argnames="config")
 _swap = jax.jit(swap, donate_argnums=0)

@@ -8,8 +8,11 @@ from __future__ import annotations
 import logging
 import os
 import re
-from collections.abc import Iterator
+import sys
+import traceback
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 import jax
@@ -47,12 +50,41 @@ class _OrbaxLogFilter(logging.Filter):
         return "orbax" not in record.pathname or str(record.msg).startswith("Waiting for previous save")
 
 
-_ORBAX_LOG_FILTER = _OrbaxLogFilter()
+class _AsyncioLogFilter(logging.Filter):
+    """Drops the errors of Orbax's other writes: of a save that fails, only the first one is raised."""
+
+    def filter(self, record: logging.LogRecord) -> bool:
+        if not record.getMessage().startswith("Task exception was never retrieved") or not record.exc_info:
+            return True
+        return not any("orbax" in frame.filename for frame in traceback.extract_tb(record.exc_info[2]))
+
+
+@dataclass
+class _UnraisableHook:
+    """A `sys.unraisablehook` without TensorStore's complaints that Orbax's loop is closed.
+
+    Writes that end after another one has failed come too late for the loop that waited. The complaint comes
+    from C++: no object is named, and the outermost frame is that of the function that TensorStore calls.
+    """
+
+    before: Callable[[Any], Any]
+
+    def __call__(self, unraisable: Any) -> None:
+        frames = traceback.extract_tb(unraisable.exc_traceback)
+        late = str(unraisable.exc_value) == "Event loop is closed" and unraisable.object is None
+        if not late or [frame.name for frame in frames[:1]] != ["call_soon_threadsafe"]:
+            self.before(unraisable)
+
+
+_ORBAX_LOG_FILTER, _ASYNCIO_LOG_FILTER = _OrbaxLogFilter(), _AsyncioLogFilter()
 
 
 def quiet_orbax() -> None:
-    """Silences Orbax's own logging (absl's logger) for this process; see `_OrbaxLogFilter`."""
+    """Silences, for this process, what Orbax and TensorStore print of errors that are raised here again."""
     logging.getLogger("absl").addFilter(_ORBAX_LOG_FILTER)
+    logging.getLogger("asyncio").addFilter(_ASYNCIO_LOG_FILTER)
+    if not isinstance(sys.unraisablehook, _UnraisableHook):
+        sys.unraisablehook = _UnraisableHook(sys.unraisablehook)
 
 
 @contextmanager

@@ -22,6 +22,9 @@ from pathlib import Path
 from types import TracebackType
 from typing import Any
 
+from vcppo_jax.run.files import writing
+from vcppo_jax.run.tensorboard import TensorBoard
+
 _FROM_TEXT = {"NaN": math.nan, "Infinity": math.inf, "-Infinity": -math.inf}
 
 
@@ -103,32 +106,39 @@ class StepLog:
     """
 
     def __init__(self, path: str | os.PathLike[str], *, resume_step: int | None) -> None:
-        """Open `path` for appending. Raises MetricsError where the kept part is damaged."""
+        """Open `path` for appending. Raises MetricsError where the kept part is damaged, or WriteError."""
         self.path = Path(path)
-        self.path.parent.mkdir(parents=True, exist_ok=True)
         kept: list[dict[str, Any]] = []
         if resume_step is not None and self.path.exists():
             kept = [line for line in read_step_log(self.path) if line["step"] <= resume_step]
         self.last_step: int | None = kept[-1]["step"] if kept else None
         text = "".join(json.dumps(line, ensure_ascii=False) + "\n" for line in kept).encode()
-        if not self.path.exists() or self.path.read_bytes() != text:
-            partial = self.path.with_name(self.path.name + ".partial")
-            with partial.open("wb") as file:
-                file.write(text)
-                file.flush()
-                os.fsync(file.fileno())
-            os.replace(partial, self.path)
-        self._file = self.path.open("ab")
+        with writing(self.path):
+            self.path.parent.mkdir(parents=True, exist_ok=True)
+            if not self.path.exists() or self.path.read_bytes() != text:
+                partial = self.path.with_name(self.path.name + ".partial")
+                with partial.open("wb") as file:
+                    file.write(text)
+                    file.flush()
+                    os.fsync(file.fileno())
+                os.replace(partial, self.path)
+            # Unbuffered: a line that could not be written is not tried again when the file is closed.
+            self._file = self.path.open("ab", buffering=0)
 
     def append(self, line: Mapping[str, Any]) -> None:
-        """Write one object; its `step` must not lie before that of the line above (ValueError)."""
+        """Write one object; its `step` must not lie before that of the line above (ValueError).
+
+        Raises WriteError if the file cannot take the line.
+        """
         step = line["step"]
         if self.last_step is not None and step < self.last_step:
             raise ValueError(f"{self.path}: step {step} comes after step {self.last_step}")
         text = json.dumps({k: _to_json(v) for k, v in line.items()}, ensure_ascii=False, allow_nan=False)
         # A lone surrogate (half an emoji from a sampled token) has no UTF-8 form: written as "?".
-        self._file.write(text.encode("utf-8", errors="replace") + b"\n")
-        self._file.flush()
+        left = memoryview(text.encode("utf-8", errors="replace") + b"\n")
+        with writing(self.path):
+            while left:  # a disk that is nearly full takes a part first
+                left = left[self._file.write(left) :]
         self.last_step = step
 
     def close(self) -> None:
@@ -150,8 +160,9 @@ class MetricsWriter:
     """Writes each step's metrics to `metrics.jsonl` and, if asked, to TensorBoard and Weights & Biases.
 
     TensorBoard's files go to `phase_dir/tensorboard`; steps that are run again after a resume replace the
-    first ones there. A Weights & Biases run keeps its id in `phase_dir/wandb_id`, so a resumed phase goes on
-    in the same run; it ignores steps that it already has, which a deterministic run repeats exactly.
+    first ones there; if they cannot be written, that is said once and the phase goes on. A Weights & Biases
+    run keeps its id in `phase_dir/wandb_id`, so a resumed phase goes on in the same run; it ignores steps
+    that it already has, which a deterministic run repeats exactly.
     """
 
     def __init__(
@@ -169,9 +180,10 @@ class MetricsWriter:
         self.phase_dir = Path(phase_dir)
         self._wandb = None if wandb is None else _start_wandb(self.phase_dir, wandb, resume_step)
         self._log = StepLog(self.phase_dir / "metrics.jsonl", resume_step=resume_step)
-        self._tensorboard_wanted = tensorboard
-        self._tensorboard: Any = None
-        self._purge_step = 0 if resume_step is None else resume_step + 1
+        purge_step = 0 if resume_step is None else resume_step + 1
+        self._tensorboard = (
+            TensorBoard(self.phase_dir / "tensorboard", purge_step=purge_step) if tensorboard else None
+        )
 
     @property
     def path(self) -> Path:
@@ -187,7 +199,8 @@ class MetricsWriter:
         """Write the step's metrics: numbers, or arrays of one element, by name.
 
         When it returns, the line survives the death of the process; write before the step's checkpoint.
-        Raises ValueError if the step isn't after the last one, TypeError if a metric is no number.
+        Raises ValueError if the step isn't after the last one, TypeError if a metric is no number, WriteError
+        if metrics.jsonl cannot be written.
         """
         if self.last_step is not None and step <= self.last_step:
             raise ValueError(
@@ -195,11 +208,8 @@ class MetricsWriter:
             )
         numbers = {name: _as_number(name, value) for name, value in metrics.items()}
         self._log.append({"step": int(step), **numbers})
-        if self._tensorboard_wanted:
-            if self._tensorboard is None:
-                self._tensorboard = _start_tensorboard(self.phase_dir / "tensorboard", self._purge_step)
-            for name, number in numbers.items():
-                self._tensorboard.add_scalar(name, number, global_step=step)
+        if self._tensorboard is not None:
+            self._tensorboard.write(step, numbers)
         if self._wandb is not None:
             self._wandb.log(numbers, step=step)
 
@@ -208,7 +218,6 @@ class MetricsWriter:
         self._log.close()
         if self._tensorboard is not None:
             self._tensorboard.close()
-            self._tensorboard = None
         if self._wandb is not None:
             self._wandb.finish(exit_code=1 if failed else 0)
             self._wandb = None
@@ -224,20 +233,6 @@ class MetricsWriter:
         self.close(failed=error is not None)
 
 
-def _start_tensorboard(directory: Path, purge_step: int) -> Any:
-    """A SummaryWriter that hides what earlier files in `directory` say of `purge_step` and later."""
-    # Imported at the first write: it imports torch where that is installed, which takes seconds.
-    from tensorboardX import SummaryWriter
-
-    earlier = len(list(directory.glob("events.out.tfevents.*")))
-    return SummaryWriter(
-        logdir=str(directory),
-        purge_step=purge_step if earlier else None,
-        filename_suffix=f".{earlier}",  # names have whole seconds only: a quick restart would overwrite
-        flush_secs=2,  # SIGKILL loses at most this much of it
-    )
-
-
 def _start_wandb(phase_dir: Path, settings: WandbSettings, resume_step: int | None) -> Any:
     """A Weights & Biases run, the earlier one if this is a resume. Raises MetricsError if not installed."""
     try:
@@ -247,10 +242,11 @@ def _start_wandb(phase_dir: Path, settings: WandbSettings, resume_step: int | No
             f"Weights & Biases is asked for but cannot be imported ({error}): "
             "python3 -m pip install 'vcppo_jax[wandb]', or set logging.wandb=false"
         ) from None
-    phase_dir.mkdir(parents=True, exist_ok=True)
     id_file = phase_dir / "wandb_id"
     if resume_step is None or not id_file.exists():
-        id_file.write_text(uuid.uuid4().hex[:12] + "\n", encoding="utf-8")
+        with writing(id_file):
+            phase_dir.mkdir(parents=True, exist_ok=True)
+            id_file.write_text(uuid.uuid4().hex[:12] + "\n", encoding="utf-8")
     return module.init(
         project=settings.project,
         name=settings.name,

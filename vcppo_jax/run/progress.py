@@ -21,6 +21,8 @@ from rich.progress import Progress as RichProgress
 from rich.table import Table
 from rich.text import Text
 
+from vcppo_jax.run.files import writing
+
 KEY_METRICS: tuple[tuple[str, tuple[str, ...], str], ...] = (
     ("loss", ("sft/loss", "reward/loss"), ".4g"),
     ("score", ("critic/score/mean",), "+.3f"),
@@ -124,6 +126,11 @@ class Progress:
         self._durations: deque[float] = deque(maxlen=_RECENT_STEPS)
         self._metrics_line: Text | None = None
         self._substep: tuple[str, int, float] | None = None
+
+    @property
+    def phase(self) -> str:
+        """The phase that was started last; "" before the first."""
+        return self._phase
 
     def start(self, phase: str, total: int, initial: int = 0) -> None:
         """Begin a phase of `total` steps, `initial` of them done before (a resume)."""
@@ -245,10 +252,11 @@ def is_live(file: TextIO) -> bool:
 
 
 def write_plain(file: TextIO, text: str) -> None:
-    """Write a line and flush; characters that the file's encoding lacks become "?"."""
+    """Write a line and flush; characters that the file's encoding lacks become "?". Raises WriteError."""
     encoding = getattr(file, "encoding", None) or "utf-8"
-    file.write(text.encode(encoding, errors="replace").decode(encoding) + "\n")
-    file.flush()
+    with writing(getattr(file, "name", "the output")):
+        file.write(text.encode(encoding, errors="replace").decode(encoding) + "\n")
+        file.flush()
 
 
 def summary_table(

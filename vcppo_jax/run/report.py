@@ -19,6 +19,7 @@ from typing import Any
 import jinja2
 import yaml
 
+from vcppo_jax.run.files import writing
 from vcppo_jax.run.metrics import MetricsError, read_metrics, read_step_log
 from vcppo_jax.run.report_charts import phase_charts
 from vcppo_jax.run.report_samples import pick_samples
@@ -324,7 +325,7 @@ def write_report(run_dir: str | os.PathLike[str]) -> Path:
 def write_page(path: Path, template: str, **values: Any) -> Path:
     """Write `path` from a template of this package, whole or not at all; returns it.
 
-    Values are escaped where the template's name has `.html`.
+    Values are escaped where the template's name has `.html`. Raises WriteError.
     """
     environment = jinja2.Environment(
         loader=jinja2.FileSystemLoader(Path(__file__).parent / "templates"),
@@ -333,7 +334,9 @@ def write_page(path: Path, template: str, **values: Any) -> Path:
         trim_blocks=True,
         lstrip_blocks=True,
     )
+    page = environment.get_template(template).render(values).encode("utf-8", errors="replace")
     partial = path.with_name(f"{path.name}.partial")
-    partial.write_bytes(environment.get_template(template).render(values).encode("utf-8", errors="replace"))
-    os.replace(partial, path)
+    with writing(path):
+        partial.write_bytes(page)
+        os.replace(partial, path)
     return path

@@ -16,6 +16,7 @@ from typing import Any
 
 from markupsafe import Markup
 
+from vcppo_jax.run.files import writing
 from vcppo_jax.run.report import write_page
 from vcppo_jax.run.study_charts import DrawnFigure, StudyFigure, draw_figure
 from vcppo_jax.run.study_results import FOOTNOTE, QUANTITIES, Group, Quantity, Statistic, statistic
@@ -62,14 +63,19 @@ def write_study(
     tables: Sequence[StudyTable],
     figures: Sequence[StudyFigure],
 ) -> Path:
-    """Write the page and its companions into `out_dir`, and return the path of `study.html`."""
+    """Write the page and its companions into `out_dir`, and return the path of `study.html`.
+
+    Raises WriteError.
+    """
     out_dir = Path(out_dir)
-    (out_dir / "figures").mkdir(parents=True, exist_ok=True)
+    with writing(out_dir / "figures"):
+        (out_dir / "figures").mkdir(parents=True, exist_ok=True)
     drawn = [draw_figure(figure, f"figure-{number}") for number, figure in enumerate(figures, start=1)]
     files = [f"figures/{number}-{figure.kind}.svg" for number, figure in enumerate(figures, start=1)]
     for file, picture in zip(files, drawn, strict=True):
         if picture.in_file:
-            (out_dir / file).write_text(picture.in_file, encoding="utf-8")
+            with writing(out_dir / file):
+                (out_dir / file).write_text(picture.in_file, encoding="utf-8")
     shown_tables = [_shown_table(table) for table in tables]
     shown_figures = [
         Shown(figure.title, figure.claim, list(picture.notes), [], Markup(picture.in_page), file)
@@ -156,9 +162,11 @@ def _write_results(
             for figure, file, picture in zip(figures, files, drawn, strict=True)
         ],
     }
+    text = json.dumps(results, indent=1, allow_nan=False, ensure_ascii=False) + "\n"
     partial = path.with_name(f"{path.name}.partial")
-    partial.write_text(json.dumps(results, indent=1, allow_nan=False, ensure_ascii=False) + "\n", "utf-8")
-    os.replace(partial, path)
+    with writing(path):
+        partial.write_text(text, "utf-8")
+        os.replace(partial, path)
 
 
 def _group_json(group: Group) -> dict[str, Any]:
