@@ -18,20 +18,86 @@ import jax
 import jax.numpy as jnp
 from jax.typing import ArrayLike
 
-from vcppo_jax.algos.masked import clean
+from vcppo_jax.algos.masked import clean, is_known
+
+BLOCK_SIZES = {"cpu": 32, "gpu": 128, "tpu": 128}
+"""Tokens in a block of `gae`, by JAX's default backend. cpu: the fastest of 16, 32, 64 and 128 by
+benchmarks/gae.py. gpu, tpu: the width of a TPU's matrix unit; not measured."""
 
 
 def gae(
     rewards: ArrayLike, values: ArrayLike, mask: ArrayLike, *, gamma: ArrayLike, lam: ArrayLike
 ) -> jax.Array:
-    """Advantages [..., T], by a reverse scan over T.
+    """Advantages [..., T], by `gae_blocked` with the block size of the backend.
 
     `gamma` and `lam` are in [0, 1]: a number, or for one per sequence an array [...] or [..., 1].
     Raises ValueError on arrays of different shapes and on a number out of range.
     """
-    valid, (rewards, values) = clean("gae", mask, rewards=rewards, values=values)
-    gamma = _per_sequence("gae", "gamma", gamma, valid.shape)
-    lam = _per_sequence("gae", "lam", lam, valid.shape)
+    return _gae("gae", rewards, values, mask, gamma=gamma, lam=lam)
+
+
+def gae_blocked(
+    rewards: ArrayLike,
+    values: ArrayLike,
+    mask: ArrayLike,
+    *,
+    gamma: ArrayLike,
+    lam: ArrayLike,
+    block_size: int,
+) -> jax.Array:
+    """What `gae` gives, with blocks of `block_size` tokens.
+
+    The advantages are discounted sums of the deltas, A_t = sum over s >= t of (gamma lambda)^(s - t) delta_s.
+    They are taken for all blocks of a batch at once, as a matrix product with the powers of gamma lambda;
+    what the later blocks add is again a discounted sum, over the blocks, and taken in the same way. A step
+    for each token would cost a call of a small kernel each.
+
+    The powers count every slot, so a batch in which a valid token follows a masked one is scanned token by
+    token instead. With one gamma or lambda per sequence the powers hold [..., block_size, block_size].
+    Raises ValueError as `gae` does, and on `block_size` < 1.
+    """
+    if block_size < 1:
+        raise ValueError(f"gae_blocked: expected block_size of at least 1, got {block_size}")
+    return _gae("gae_blocked", rewards, values, mask, gamma=gamma, lam=lam, block_size=block_size)
+
+
+def _gae(
+    caller: str,
+    rewards: ArrayLike,
+    values: ArrayLike,
+    mask: ArrayLike,
+    *,
+    gamma: ArrayLike,
+    lam: ArrayLike,
+    block_size: int | None = None,
+) -> jax.Array:
+    """`gae_blocked`; with the block size of the backend where it is None. `caller` is named in errors."""
+    if block_size is None:
+        block_size = BLOCK_SIZES.get(jax.default_backend(), 128)
+    valid = jnp.asarray(mask).astype(bool)
+    gamma = _per_sequence(caller, "gamma", gamma, valid.shape)
+    lam = _per_sequence(caller, "lam", lam, valid.shape)
+    resumes = valid[..., 1:] & ~valid[..., :-1]
+    # As uint8: XLA's CPU compiler takes the maximum of bytes many at a time, the `any` of booleans does not.
+    has_gaps = jnp.max(resumes.astype(jnp.uint8), initial=0) > 0
+
+    # The masked slots are cleaned inside the branches: what goes into a cond is first written to memory.
+    def by_token(rewards: jax.Array, values: jax.Array) -> jax.Array:
+        _, (rewards, values) = clean(caller, valid, rewards=rewards, values=values)
+        return _by_token(rewards, values, valid, gamma, lam)
+
+    def in_blocks(rewards: jax.Array, values: jax.Array) -> jax.Array:
+        _, (rewards, values) = clean(caller, valid, rewards=rewards, values=values)
+        return _in_blocks(rewards, values, valid, gamma, lam, block_size=block_size)
+
+    arrays = (jnp.asarray(x, jnp.float32) for x in (rewards, values))
+    return jax.lax.cond(has_gaps, by_token, in_blocks, *arrays)
+
+
+def _by_token(
+    rewards: jax.Array, values: jax.Array, valid: jax.Array, gamma: jax.Array, lam: jax.Array
+) -> jax.Array:
+    """The recursion, by a reverse scan over T."""
 
     def step(
         carry: tuple[jax.Array, jax.Array], token: tuple[jax.Array, jax.Array, jax.Array]
@@ -52,53 +118,44 @@ def gae(
     return jnp.moveaxis(advantages, 0, -1)
 
 
-def gae_blocked(
-    rewards: ArrayLike,
-    values: ArrayLike,
-    mask: ArrayLike,
+def _in_blocks(
+    rewards: jax.Array,
+    values: jax.Array,
+    valid: jax.Array,
+    gamma: jax.Array,
+    lam: jax.Array,
     *,
-    gamma: ArrayLike,
-    lam: ArrayLike,
     block_size: int,
 ) -> jax.Array:
-    """What `gae` gives, by a scan over blocks of `block_size` tokens with a closed form inside each.
+    """The closed form, for rows in which no valid token follows a masked one; masked inputs are 0.
 
-    For accelerators, on which T small steps cost more than T / block_size larger ones. Inside a block, with
-    e_t the number of valid tokens in it before t, n of them in all, and A' the advantage that the blocks
-    behind it hand over,
-
-        A_t = sum over valid s >= t of (gamma lambda)^(e_s - e_t) delta_s + (gamma lambda)^(n - e_t) A'
-
-    which also holds for a masked t, where it is the advantage of the next valid token. A step holds
-    [..., block_size, block_size] float32. Raises ValueError as `gae` does, and on `block_size` < 1.
+    Behind the last valid token the deltas are 0, and so are their sums.
     """
-    if block_size < 1:
-        raise ValueError(f"gae_blocked: expected block_size of at least 1, got {block_size}")
-    valid, (rewards, values) = clean("gae_blocked", mask, rewards=rewards, values=values)
-    gamma = _per_sequence("gae_blocked", "gamma", gamma, valid.shape)
-    lam = _per_sequence("gae_blocked", "lam", lam, valid.shape)
-    decay = (gamma * lam)[..., None]  # [..., 1]
-    deltas = rewards + gamma[..., None] * _next_valid(values, valid) - values
-    deltas = jnp.where(valid, deltas, 0.0)
-    from_t_on = jnp.triu(jnp.ones((block_size, block_size), bool))  # [t, s]: s >= t
+    deltas = jnp.where(valid, rewards + gamma[..., None] * _next(values) - values, 0.0)
+    return _discounted_sums(deltas, gamma * lam, block_size)
 
-    def block(next_advantage: jax.Array, tokens: tuple[jax.Array, jax.Array]) -> tuple[jax.Array, jax.Array]:
-        delta, is_valid = tokens  # [..., block_size]
-        count = jnp.cumsum(is_valid, axis=-1)
-        before = count - is_valid
-        steps = jnp.maximum(before[..., None, :] - before[..., :, None], 0)  # [..., t, s]
-        powers = jnp.where(from_t_on & is_valid[..., None, :], _power(decay[..., None], steps), 0.0)
-        # HIGHEST: by default a TPU multiplies in bfloat16 and a GPU in TF32.
-        inside = jnp.einsum("...ts,...s->...t", powers, delta, precision=jax.lax.Precision.HIGHEST)
-        advantage = inside + _power(decay, count[..., -1:] - before) * next_advantage[..., None]
-        return advantage[..., 0], jnp.where(is_valid, advantage, 0.0)
 
-    terminal = jnp.zeros(valid.shape[:-1], jnp.float32)
-    blocks = (_blocks(deltas, block_size), _blocks(valid, block_size))
-    _, advantages = jax.lax.scan(block, terminal, blocks, reverse=True)  # [blocks, ..., block_size]
-    advantages = jnp.moveaxis(advantages, 0, -2)
-    filled = advantages.shape[-2] * block_size
-    return advantages.reshape(*valid.shape[:-1], filled)[..., : valid.shape[-1]]
+def _discounted_sums(x: jax.Array, decay: jax.Array, block_size: int) -> jax.Array:
+    """[..., T]: y_t = x_t + decay y_{t+1}, for a `decay` of [...] or a scalar."""
+    length = x.shape[-1]
+    block_size = max(1, min(block_size, length))
+    blocks = _blocks(x, block_size)
+    index = jnp.arange(block_size)
+    distance = index[:, None] - index  # [s, t]
+    powers = _power(decay[..., None, None], jnp.maximum(distance, 0))
+    powers = jnp.where(distance >= 0, powers, 0.0)
+    # HIGHEST: by default a TPU multiplies in bfloat16 and a GPU in TF32.
+    sums = jnp.einsum(
+        "...ks,...st->...kt" if decay.ndim else "...ks,st->...kt",
+        blocks,
+        powers,
+        precision=jax.lax.Precision.HIGHEST,
+    )
+    if block_size < length:
+        firsts = _discounted_sums(sums[..., 0], _power(decay, jnp.int32(block_size)), max(block_size, 2))
+        behind = _power(decay[..., None], block_size - index)[..., None, :]
+        sums = sums + behind * _next(firsts)[..., None]
+    return sums.reshape(*x.shape[:-1], sums.shape[-2] * block_size)[..., :length]
 
 
 def reward_to_go(rewards: ArrayLike, mask: ArrayLike, *, gamma: ArrayLike) -> jax.Array:
@@ -106,8 +163,8 @@ def reward_to_go(rewards: ArrayLike, mask: ArrayLike, *, gamma: ArrayLike) -> ja
 
     These are GAE's advantages at lambda = 1 over values of 0. `gamma` as in `gae`.
     """
-    valid, (rewards,) = clean("reward_to_go", mask, rewards=rewards)
-    return gae(rewards, jnp.zeros_like(rewards), valid, gamma=gamma, lam=1.0)
+    values = jnp.zeros_like(jnp.asarray(rewards, jnp.float32))
+    return _gae("reward_to_go", rewards, values, mask, gamma=gamma, lam=1.0)
 
 
 def decoupled_gae(
@@ -126,11 +183,12 @@ def decoupled_gae(
     reward-to-go and no value enters them, not even a NaN; as an array (or traced by `jit`) it takes the
     general way. `gamma` and both lambdas as `gamma` and `lam` of `gae`. No gradient is stopped here.
     """
-    valid, (values,) = clean("decoupled_gae", mask, values=values)
-    advantages = gae(rewards, values, valid, gamma=gamma, lam=lambda_actor)
+    advantages = _gae("decoupled_gae", rewards, values, mask, gamma=gamma, lam=lambda_actor)
     if isinstance(lambda_critic, Real) and lambda_critic == 1:
-        return advantages, reward_to_go(rewards, valid, gamma=gamma)
-    return advantages, gae(rewards, values, valid, gamma=gamma, lam=lambda_critic) + values
+        return advantages, reward_to_go(rewards, mask, gamma=gamma)
+    _, (valid_values,) = clean("decoupled_gae", mask, values=values)
+    returns = _gae("decoupled_gae", rewards, values, mask, gamma=gamma, lam=lambda_critic)
+    return advantages, returns + valid_values
 
 
 def length_adaptive_lambda(lengths: ArrayLike, *, alpha: float) -> jax.Array:
@@ -141,7 +199,7 @@ def length_adaptive_lambda(lengths: ArrayLike, *, alpha: float) -> jax.Array:
     is empty, it is 0. Raises ValueError
     where `alpha` is not positive.
     """
-    if alpha <= 0:
+    if is_known(alpha) and alpha <= 0:
         raise ValueError(f"length_adaptive_lambda: expected a positive alpha, got {alpha}")
     lengths = jnp.asarray(lengths, jnp.float32)
     lam = 1.0 - 1.0 / (alpha * jnp.maximum(lengths, 1.0))
@@ -173,19 +231,14 @@ def _time_first(x: jax.Array) -> jax.Array:
     return jnp.moveaxis(x, -1, 0)
 
 
+def _next(x: jax.Array) -> jax.Array:
+    """[..., T]: in each slot what the one after it holds, 0 in the last."""
+    return jnp.pad(x[..., 1:], [(0, 0)] * (x.ndim - 1) + [(0, 1)])
+
+
 def _blocks(x: jax.Array, block_size: int) -> jax.Array:
-    """[..., T] -> [blocks, ..., block_size], filled up at the end with 0 (masked)."""
+    """[..., T] -> [..., blocks, block_size], filled up at the end with 0."""
     count = -(-x.shape[-1] // block_size)
     fill = count * block_size - x.shape[-1]
     x = jnp.pad(x, [(0, 0)] * (x.ndim - 1) + [(0, fill)])
-    return jnp.moveaxis(x.reshape(*x.shape[:-1], count, block_size), -2, 0)
-
-
-def _next_valid(values: jax.Array, valid: jax.Array) -> jax.Array:
-    """[..., T]: for each slot the value of the first valid slot after it, 0 if there is none."""
-    length = values.shape[-1]
-    index = jnp.where(valid, jnp.arange(length), length)
-    at_or_after = jax.lax.cummin(index, axis=index.ndim - 1, reverse=True)
-    ends = [(0, 0)] * (values.ndim - 1) + [(0, 1)]
-    after = jnp.pad(at_or_after, ends, constant_values=length)[..., 1:]
-    return jnp.take_along_axis(jnp.pad(values, ends), after, axis=-1)
+    return x.reshape(*x.shape[:-1], count, block_size)
