@@ -54,6 +54,7 @@ def test_logits_are_those_of_transformers_up_to_float32_rounding(smollm2):
     hidden = hidden_states(policy.params, policy.config, jnp.asarray(tokens, jnp.int32))
     ours = np.asarray(logits(policy.params, policy.config, hidden))
 
+    np.testing.assert_allclose(ours, theirs, rtol=1e-4, atol=1e-4)
     # Not a plain 1e-4 between the two: logits reach 38 here, float32 rounding alone puts transformers' own
     # result about 1e-4 from its float64 one, and two float32 results differ by more than either's error.
     their_error, our_error = np.abs(theirs - exact).max(), np.abs(ours - exact).max()

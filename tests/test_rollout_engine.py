@@ -398,7 +398,8 @@ def test_find_stop_ends_a_response_where_it_says(policy):
         hits = np.flatnonzero(tokens[seen:] == 9)
         return int(seen + hits[0] + 1) if len(hits) else None
 
-    kwargs = {"find_stop": after_a_nine, "pad_id": 39, "batch_size": 3}
+    reports: list[Progress] = []
+    kwargs = {"find_stop": after_a_nine, "pad_id": 39, "batch_size": 3, "on_progress": reports.append}
     rollout = run(policy, steps=CHUNK_STEPS + 8, kwargs=kwargs)
     ended = 0
     for row in range(6):
@@ -412,6 +413,7 @@ def test_find_stop_ends_a_response_where_it_says(policy):
         ended += len(hits) > 0
     assert 0 < ended < 6
     assert any(seen > 0 for _, seen in looks)
+    assert reports[-1].tokens == rollout.lengths.sum()
 
 
 def test_a_token_budget_cuts_what_is_under_way_and_leaves_the_rest_empty(policy):

@@ -319,6 +319,8 @@ class _Call:
     def _look(self, summary: Summary) -> None:
         """Wait for the chunk, and see what is done."""
         self.done, self.lengths = np.array(summary.done), np.array(summary.lengths)
+        for slot, row in enumerate(self.row_of.tolist()) if self.stops else ():
+            self.lengths[slot] = self.stops.get(row, self.lengths[slot])
         self.row_steps += int(summary.steps) * len(self.done)
 
     def _find_stops(self, find_stop: Callable[[np.ndarray, int], int | None]) -> None:
