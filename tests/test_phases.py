@@ -90,6 +90,13 @@ BASELINES = {
 }
 
 
+ORDER = (
+    "generate", "verify", "reward", "old_log_prob", "ref", "values", "adv",
+    "update_critic", "update_actor", "step",
+)  # fmt: skip
+"""Of a step's stages; the metrics list them as they ran."""
+
+
 def every_second_one_is_right(responses, golds, **_):
     """Verdicts that differ between the two samples of a prompt, which an untrained model's never do."""
     return [Verdict(-1.0, "wrong") if row % 2 else Verdict(1.0, "correct") for row in range(len(responses))]
@@ -119,6 +126,9 @@ def test_the_baselines_run_on_the_same_code(run, tmp_path, capsys, monkeypatch, 
     assert ("critic/vf_loss" in rows[1]) == has_critic
     assert (tmp_path / "run" / "rl" / "value_model").exists() == has_critic
     assert [row.get("actor/kl_loss", 0.0) > 0 for row in rows] == [name == "grpo-kl-loss"] * 2
+    stages = [key.removeprefix("timing_s/") for key in rows[0] if key.startswith("timing_s/")]
+    assert stages == [stage for stage in ORDER if stage in stages], "in the order in which they ran"
+    assert ("ref" in stages, "update_critic" in stages) == (name != "grpo", has_critic)
     # At the first rollout the policy is the reference; later a penalty is taken off the score.
     penalty = [row["critic/score/mean"] - row["critic/rewards/mean"] for row in rows]
     assert penalty[0] == pytest.approx(0, abs=1e-6)

@@ -21,8 +21,8 @@ from jax.typing import ArrayLike
 from vcppo_jax.algos.masked import clean, is_known
 
 BLOCK_SIZES = {"cpu": 32, "gpu": 128, "tpu": 128}
-"""Tokens in a block of `gae`, by JAX's default backend. cpu: the fastest of 16, 32, 64 and 128 by
-benchmarks/gae.py. gpu, tpu: the width of a TPU's matrix unit; not measured."""
+"""Tokens in a block of `gae`, by JAX's default backend. cpu: of 16, 32, 64 and 128, which benchmarks/gae.py
+finds equal within its noise. gpu, tpu: the width of a TPU's matrix unit; not measured."""
 
 
 def gae(
