@@ -18,8 +18,8 @@ from vcppo_jax.models.heads import logits
 from vcppo_jax.models.networks import Policy, logprobs
 from vcppo_jax.models.specs import init_params, param_shardings, weight_specs
 from vcppo_jax.rollout import engine
-from vcppo_jax.rollout.engine import Progress, generate
-from vcppo_jax.rollout.plan import plan_slots, prompt_bucket
+from vcppo_jax.rollout.engine import generate
+from vcppo_jax.rollout.plan import Progress, plan_slots, prompt_bucket
 from vcppo_jax.rollout.sampling import Sampling, sample_token
 from vcppo_jax.rollout.slots import CHUNK_STEPS, new_slots
 from vcppo_jax.sharding import make_mesh

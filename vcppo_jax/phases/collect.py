@@ -16,7 +16,8 @@ from vcppo_jax.models.networks import Policy
 from vcppo_jax.phases.loop import Metrics, Timer
 from vcppo_jax.phases.workspace import Workspace
 from vcppo_jax.rewards.score import Verdict, count_reasons, verify
-from vcppo_jax.rollout.engine import Progress, generate
+from vcppo_jax.rollout.engine import generate
+from vcppo_jax.rollout.plan import Progress
 from vcppo_jax.rollout.sampling import Sampling
 from vcppo_jax.train.minibatches import Samples, widen
 

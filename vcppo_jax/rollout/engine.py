@@ -15,7 +15,7 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 from collections.abc import Callable, Sequence
-from typing import Any, NamedTuple
+from typing import Any
 
 import jax
 import numpy as np
@@ -24,7 +24,7 @@ from jax.sharding import Mesh
 from vcppo_jax.models.config import ModelConfig
 from vcppo_jax.models.decode import Cache, decode_weights
 from vcppo_jax.models.networks import Policy
-from vcppo_jax.rollout.plan import SHRINK_STEPS, Plan, plan_slots, prompt_bucket
+from vcppo_jax.rollout.plan import SHRINK_STEPS, Plan, Progress, plan_slots, prompt_bucket
 from vcppo_jax.rollout.sampling import Sampling
 from vcppo_jax.rollout.slots import (
     Entry,
@@ -42,17 +42,6 @@ from vcppo_jax.sharding import batch_shards
 from vcppo_jax.types import Rollout
 
 DEFAULT_BATCH_SIZE = 256
-
-
-class Progress(NamedTuple):
-    """How far a call of `generate` is."""
-
-    tokens: int
-    """Response tokens so far."""
-    finished: int
-    """Responses that have ended."""
-    row_steps: int
-    """Decode steps times slots, summed: the work done. At the end, `tokens` of them were of use."""
 
 
 def generate(
@@ -241,7 +230,7 @@ class _Call:
                 on_progress(progress)
             if progress.finished == total or (token_budget is not None and progress.tokens >= token_budget):
                 break
-        self._take(slice(None), self.row_of, Finished(*(getattr(self.slots, f) for f in Finished._fields)))
+        self._take_all()
         return Rollout(self.tokens, self.response_lengths, self.logprobs, self.truncated)  # type: ignore[arg-type]
 
     def _fill(self) -> None:
@@ -292,9 +281,7 @@ class _Call:
         )
         self.slots, finished = _swap(self.slots, cache, entry)
         self.taken_out.append((np.arange(len(rows)), self.row_of[at], finished))
-        gone = self.row_of[at]
-        self.tokens_before += int(self.lengths[at][gone >= 0].sum())
-        self.finished_before += int((gone >= 0).sum())
+        self._leave(at)
         self.row_of[at], self.done[at], self.lengths[at] = rows, False, 0
 
     def _wake(self) -> int:
@@ -345,7 +332,7 @@ class _Call:
         size = min(count for count in self.plan.slots if count >= needed)
         if size >= len(self.done):
             return
-        self._take(slice(None), self.row_of, Finished(*(getattr(self.slots, f) for f in Finished._fields)))
+        self._take_all()
         # The slots that go on first, in their order; then as many of the others as fill the shape.
         keep = np.argsort(~parts, axis=1, kind="stable")[:, : size // self.shards].astype(np.int32)
         rows = (keep + np.arange(self.shards)[:, None] * parts.shape[1]).reshape(-1)
@@ -362,10 +349,7 @@ class _Call:
         self.slots = dataclasses.replace(
             small, cache=dataclasses.replace(small.cache, **{k: tuple(v) for k, v in layers.items()})
         )
-        gone = np.ones(len(self.done), bool)
-        gone[rows] = False
-        self.tokens_before += int(self.lengths[gone & (self.row_of >= 0)].sum())
-        self.finished_before += int((gone & (self.row_of >= 0)).sum())
+        self._leave(np.setdiff1d(np.arange(len(self.done)), rows))
         self.row_of, self.done, self.lengths = self.row_of[rows], self.done[rows], self.lengths[rows]
 
     def _drain(self) -> None:
@@ -373,6 +357,17 @@ class _Call:
         for indices, rows, finished in self.taken_out:
             self._take(indices, rows, finished)
         self.taken_out.clear()
+
+    def _leave(self, at: np.ndarray) -> None:
+        """Count the samples in the slots `at`, which they leave."""
+        there = self.row_of[at] >= 0
+        self.tokens_before += int(self.lengths[at][there].sum())
+        self.finished_before += int(there.sum())
+
+    def _take_all(self) -> None:
+        """Take over what is in the slots now."""
+        s = self.slots
+        self._take(slice(None), self.row_of, Finished(s.tokens, s.logprobs, s.lengths, s.ended))
 
     def _take(self, indices: Any, rows: np.ndarray, finished: Finished) -> None:
         """Write finished samples into the result; those that still go on are written again later."""

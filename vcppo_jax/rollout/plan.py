@@ -1,4 +1,4 @@
-"""The static shapes of a call of `generate`: few, so that few programs are compiled."""
+"""A call of `generate`: its static shapes, few, so that few programs are compiled, and how far it is."""
 
 from __future__ import annotations
 
@@ -9,6 +9,17 @@ PREFILL_TOKENS = 4096
 """Prompt tokens, padding included, that are read in one call (one prompt at least)."""
 SHRINK_STEPS = 64
 """Fewer slots are worth their compilation where a sample may still go on for so many tokens."""
+
+
+class Progress(NamedTuple):
+    """How far a call of `generate` is."""
+
+    tokens: int
+    """Response tokens so far."""
+    finished: int
+    """Responses that have ended."""
+    row_steps: int
+    """Decode steps times slots, summed: the work done. At the end, `tokens` of them were of use."""
 
 
 class Plan(NamedTuple):
