@@ -42,17 +42,6 @@ def test_gae_runs_and_all_agree(beside, capsys):
     assert errors.count("other mask") == 1
 
 
-def test_a_counting_model_ends_after_the_prescribed_tokens(beside, tmp_path):
-    import generate
-    import shapes
-
-    model = shapes.write_model(tmp_path / "counting", shapes.TINY, counting=True)
-    lengths = [1, 5, 8]
-    prompts = [[7, 300, 511 - length] for length in lengths]
-    found = generate.ours()(str(model), prompts, batch=2, new=8, eos=511, seed=0)
-    assert found == lengths
-
-
 def test_lognormal_lengths_have_their_median_and_percentile(beside):
     import generate
 
