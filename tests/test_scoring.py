@@ -12,7 +12,7 @@ from tiny_run import on_one_device, tiny_config
 from vcppo_jax.config_load import ConfigError
 from vcppo_jax.data.packing import PackShape
 from vcppo_jax.data.prompts import PromptRecord
-from vcppo_jax.phases.collect import ScoredRollout, collect_varied
+from vcppo_jax.phases.collect import ScoredRollout, already, collect_varied
 from vcppo_jax.phases.loop import Interrupted
 from vcppo_jax.phases.pipeline import run_phases
 from vcppo_jax.phases.rl import RL
@@ -35,8 +35,12 @@ def rollout_of(scores, lengths=None, first=0, width=4):
         samples,
         numbers[:, None] * np.ones((1, width), np.float32),
         lengths == width,
-        [str(n) for n in numbers],
-        [Verdict(float(score), "correct" if score > 0 else "wrong") for score in scores],
+        already(
+            (
+                [str(n) for n in numbers],
+                [Verdict(float(score), "correct" if score > 0 else "wrong") for score in scores],
+            )
+        ),
         int(lengths.sum()),
         4 * count,
     )
@@ -128,7 +132,7 @@ def varied(rounds, *, prompts=2, limit=10):
         asked.append(position)
         return rollout_of(rounds[number], first=100 * number, width=4 + number)
 
-    got = collect_varied(sample, lambda r: r.scores, position=7, prompts=prompts, group_size=2, rounds=limit)
+    got = collect_varied(sample, position=7, prompts=prompts, group_size=2, rounds=limit)
     return got, asked
 
 
@@ -145,7 +149,7 @@ def rows(rollout):
 def test_groups_of_equal_scores_are_sampled_anew():
     got, asked = varied([[1, 1, 1, -1], [-1, -1, -1, 1], [1, -1, 1, -1]])
     assert rows(got.rollout) == [2, 3, 102, 103]
-    assert got.scores.tolist() == [1, -1, -1, 1]
+    assert got.rollout.scores.tolist() == [1, -1, -1, 1]
     assert asked == [7, 9]
     assert got.position == 11
     assert got.metrics == {

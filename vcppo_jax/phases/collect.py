@@ -3,8 +3,11 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
+import threading
 import time
 from collections.abc import Callable, Sequence
+from concurrent.futures import Future
 from typing import Any
 
 import jax
@@ -21,6 +24,30 @@ from vcppo_jax.rollout.plan import Progress
 from vcppo_jax.rollout.sampling import Sampling
 from vcppo_jax.train.minibatches import Samples, widen
 
+Judged = tuple[list[str], list[Verdict]]
+"""Text and verdict of each response."""
+
+
+def in_background(function: Callable[[], Judged]) -> Future[Judged]:
+    """What `function` will have returned or raised, once a thread that no exit waits for has run it."""
+    future: Future[Judged] = Future()
+
+    def run() -> None:
+        try:
+            future.set_result(function())
+        except BaseException as error:  # raised again where the result is read
+            future.set_exception(error)
+
+    threading.Thread(target=run, name="verify", daemon=True).start()
+    return future
+
+
+def already(judged: Judged) -> Future[Judged]:
+    """A future that is done."""
+    future: Future[Judged] = Future()
+    future.set_result(judged)
+    return future
+
 
 @dataclasses.dataclass
 class ScoredRollout:
@@ -32,12 +59,22 @@ class ScoredRollout:
     engine_logprobs: np.ndarray
     """[B, T] float32, of the sampled tokens, as the engine computed them."""
     truncated: np.ndarray
-    texts: list[str]
-    verdicts: list[Verdict]
+    judged: Future[Judged]
+    """The verifier works in a thread of its own; who reads texts, verdicts or scores waits for it."""
     tokens: int
     """Response tokens that were sampled for these rows and those they were chosen from,"""
     row_steps: int
     """and the decode steps times slots that it took."""
+
+    @property
+    def texts(self) -> list[str]:
+        """[B], without special tokens at the end."""
+        return self.judged.result()[0]
+
+    @property
+    def verdicts(self) -> list[Verdict]:
+        """[B]; raises what the verifier raised."""
+        return self.judged.result()[1]
 
     @property
     def scores(self) -> np.ndarray:
@@ -51,8 +88,9 @@ class ScoredRollout:
             self.samples.take(rows),
             self.engine_logprobs[rows],
             self.truncated[rows],
-            [self.texts[i] for i in rows.tolist()],
-            [self.verdicts[i] for i in rows.tolist()],
+            already(
+                ([self.texts[i] for i in rows.tolist()], [self.verdicts[i] for i in rows.tolist()]),
+            ),
             self.tokens,
             self.row_steps,
         )
@@ -66,8 +104,7 @@ class ScoredRollout:
             samples,
             np.concatenate([widen(self.engine_logprobs, width), widen(other.engine_logprobs, width)]),
             np.concatenate([self.truncated, other.truncated]),
-            [*self.texts, *other.texts],
-            [*self.verdicts, *other.verdicts],
+            already(([*self.texts, *other.texts], [*self.verdicts, *other.verdicts])),
             self.tokens + other.tokens,
             self.row_steps + other.row_steps,
         )
@@ -130,7 +167,7 @@ def collect(
     interruptible: bool,
     int8_weights: bool = False,
 ) -> ScoredRollout:
-    """`sampling.n` scored responses to each record.
+    """`sampling.n` responses to each record; the verifier begins when the last of them has ended.
 
     With `interruptible`, a signal ends it between decode chunks (raises Interrupted); the caller then still
     holds the state from before the step.
@@ -162,15 +199,16 @@ def collect(
             token_budget=workspace.config.rollout.token_budget,
             on_progress=on_progress,
         )
-    with timer("verify"):
-        rows = [record for record in records for _ in range(sampling.n)]
-        tokens, lengths = np.asarray(rollout.tokens), np.asarray(rollout.lengths)
-        truncated = np.asarray(rollout.truncated)
+    rows = [record for record in records for _ in range(sampling.n)]
+    tokens, lengths = np.asarray(rollout.tokens), np.asarray(rollout.lengths)
+    truncated = np.asarray(rollout.truncated)
+
+    def judge() -> Judged:
         texts = [
             decode(workspace.tokenizer, row[:length], eos_ids=workspace.eos_ids)
             for row, length in zip(tokens, lengths)
         ]
-        verdicts = verify(
+        return texts, verify(
             texts,
             [record.answer for record in rows],
             truncated=truncated.tolist(),
@@ -178,6 +216,7 @@ def collect(
             timeout_s=workspace.config.verifier.timeout_s,
             pool=workspace.verifier,
         )
+
     samples = Samples(
         [record.prompt_ids for record in rows],
         tokens,
@@ -185,7 +224,13 @@ def collect(
         lambda count: workspace.shape_for(sampling.max_new_tokens, count),
     )
     return ScoredRollout(
-        rows, samples, np.asarray(rollout.logprobs), truncated, texts, verdicts, now.tokens, now.row_steps
+        rows,
+        samples,
+        np.asarray(rollout.logprobs),
+        truncated,
+        in_background(judge),
+        now.tokens,
+        now.row_steps,
     )
 
 
@@ -194,8 +239,6 @@ class VariedRollout:
     """What `collect_varied` gives."""
 
     rollout: ScoredRollout
-    scores: np.ndarray
-    """[B] float32."""
     position: int
     """Where the next step's prompts begin."""
     metrics: Metrics
@@ -203,7 +246,6 @@ class VariedRollout:
 
 def collect_varied(
     sample: Callable[[int, int], ScoredRollout],
-    score: Callable[[ScoredRollout], np.ndarray],
     *,
     position: int,
     prompts: int,
@@ -216,22 +258,19 @@ def collect_varied(
     there are enough or `rounds` are done. What then lacks is filled up with the first of the other groups, so
     that a step has one size. Groups beyond `prompts` are not used and not sampled again in this epoch.
     """
-    pieces: list[tuple[ScoredRollout, np.ndarray]] = []
+    pieces: list[ScoredRollout] = []
     varied: list[int] = []
     equal: list[int] = []
     while len(varied) < prompts and len(pieces) < rounds:
         rollout = sample(len(pieces), position)
-        scores = score(rollout)
         position += prompts
         groups = rollout.scores.reshape(-1, group_size)
         varies = groups.max(axis=1) > groups.min(axis=1)
         first = len(pieces) * prompts
         varied += (first + np.flatnonzero(varies)).tolist()
         equal += (first + np.flatnonzero(~varies)).tolist()
-        pieces.append((rollout, scores))
-    whole, all_scores = pieces[0]
-    for rollout, scores in pieces[1:]:
-        whole, all_scores = whole.join(rollout), np.concatenate([all_scores, scores])
+        pieces.append(rollout)
+    whole = functools.reduce(ScoredRollout.join, pieces)
     filled = max(0, prompts - len(varied))
     chosen = np.asarray([*varied[:prompts], *equal[:filled]])
     rows = (chosen[:, None] * group_size + np.arange(group_size)).reshape(-1)
@@ -241,4 +280,4 @@ def collect_varied(
         "dynamic_sampling/filled": filled,
         "dynamic_sampling/acc/mean": float((whole.scores > 0).mean()),
     }
-    return VariedRollout(whole.take(rows), all_scores[rows], position, metrics)
+    return VariedRollout(whole.take(rows), position, metrics)
