@@ -1,6 +1,7 @@
 """A real Slurm of one node in a directory of its own: munged, slurmctld and slurmd, as the user who asks.
 
-`benchmarks` and the tests of `launch/slurm.sh` use it. Debian: `apt-get install slurm-wlm munge`.
+Debian: `apt-get install slurm-wlm munge`. Nothing of it is left running; it uses no file of the
+machine's own Slurm.
 """
 
 import getpass
@@ -11,7 +12,7 @@ import signal
 import socket
 import subprocess
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
@@ -48,9 +49,10 @@ KillWait=30
 InactiveLimit=0
 PreemptType=preempt/partition_prio
 PreemptMode=REQUEUE
-NodeName={host} NodeAddr=127.0.0.1 CPUs=2 State=UNKNOWN
-PartitionName=low Nodes={host} Default=YES MaxTime=INFINITE State=UP PriorityTier=1 GraceTime={grace}
-PartitionName=high Nodes={host} MaxTime=INFINITE State=UP PriorityTier=2 PreemptMode=OFF
+SlurmdParameters=config_overrides
+NodeName=localhost NodeHostname={host} NodeAddr=127.0.0.1 CPUs=8 State=UNKNOWN
+PartitionName=low Nodes=localhost Default=YES MaxTime=INFINITE State=UP PriorityTier=1 GraceTime={grace}
+PartitionName=high Nodes=localhost MaxTime=INFINITE State=UP PriorityTier=2 PreemptMode=OFF
 """
 
 
@@ -64,6 +66,7 @@ class Slurm:
 
     def __init__(self, base: Path) -> None:
         self.base = base
+        self.daemons: list[subprocess.Popen] = []
         self.env = os.environ | {"PATH": PATH, "SLURM_CONF": str(base / "slurm.conf")}
 
     def __call__(self, *command: str | Path, check: bool = True) -> str:
@@ -78,14 +81,22 @@ class Slurm:
         words = self("scontrol", "show", "job", "--oneliner", job).split()
         return dict(word.split("=", 1) for word in words if "=" in word)
 
-    def wait(self, job: str, *states: str, seconds: float = 60) -> dict[str, str]:
-        """The job, as soon as it is in one of the states."""
+    def wait(self, job: str, state: str) -> dict[str, str]:
+        """The job, as soon as it is in the state."""
+        self.until(lambda: self.job(job)["JobState"] == state)
+        return self.job(job)
+
+    def until(self, ready: Callable[[], bool], seconds: float = 60) -> None:
+        """Wait until `ready`. RuntimeError, with what the daemons wrote, if it takes longer or one ends."""
         end = time.monotonic() + seconds
-        while (now := self.job(job))["JobState"] not in states:
-            if time.monotonic() > end:
-                raise TimeoutError(f"job {job} is {now['JobState']}, not {states}, after {seconds} s")
+        while not ready():
+            if time.monotonic() > end or any(daemon.poll() is not None for daemon in self.daemons):
+                jobs = self("squeue", "-o", "%i %P %T %r", check=False)
+                written = [
+                    f"{file.name}: {file.read_text()[-800:]}" for file in sorted(self.base.glob("*.out"))
+                ]
+                raise RuntimeError("\n".join(["Slurm does not get there:", jobs, *written]))
             time.sleep(0.2)
-        return now
 
 
 @contextmanager
@@ -112,39 +123,24 @@ def one_node_slurm(base: Path, *, grace_seconds: int) -> Iterator[Slurm]:
         )
     )
     slurm = Slurm(base)
-    munged = [
-        "munged",
-        "--force",
-        "--foreground",
-        f"--key-file={base}/munge.key",
-        f"--socket={base}/munge.sock",
-    ]
+    munged = ["munged", "--force", "--foreground"]
+    munged += [f"--key-file={base}/munge.key", f"--socket={base}/munge.sock"]
     munged += [f"--{name}-file={base}/munge.{name}" for name in ("pid", "log", "seed")]
-    daemons = []
     try:
-        for command in (munged, ["slurmctld", "-D", "-i"], ["slurmd", "-D", "-N", host]):
+        for command in (munged, ["slurmctld", "-D", "-i"], ["slurmd", "-D", "-N", "localhost"]):
             with (base / f"{command[0]}.out").open("w") as out:
-                daemons.append(subprocess.Popen(command, env=slurm.env, stdout=out, stderr=out))
+                slurm.daemons.append(subprocess.Popen(command, env=slurm.env, stdout=out, stderr=out))
             if command is munged:
-                _until(lambda: (base / "munge.sock").exists(), daemons, base)
-        _until(lambda: slurm("sinfo", "-h", "-o", "%T", "-p", "low", check=False) == "idle", daemons, base)
+                slurm.until((base / "munge.sock").exists)
+        slurm.until(lambda: slurm("sinfo", "-h", "-o", "%T", "-p", "low", check=False) == "idle", seconds=20)
         yield slurm
     finally:
         if slurm("squeue", "-h", "-o", "%i", check=False):
-            slurm("scancel", "--signal=KILL", f"--user={getpass.getuser()}", check=False)
-        for daemon in reversed(daemons):
+            slurm("scancel", "--signal=KILL", "--full", f"--user={getpass.getuser()}", check=False)
+        for daemon in reversed(slurm.daemons):
             daemon.send_signal(signal.SIGTERM)
-        for daemon in daemons:
+        for daemon in slurm.daemons:
             daemon.wait(timeout=30)
-
-
-def _until(ready, daemons, base: Path, seconds: float = 20) -> None:
-    end = time.monotonic() + seconds
-    while not ready():
-        if any(d.poll() is not None for d in daemons) or time.monotonic() > end:
-            logs = [f"{log.name}: {log.read_text()[-400:]}" for log in sorted(base.glob("*.out"))]
-            raise RuntimeError("Slurm does not start. " + "\n".join(logs))
-        time.sleep(0.1)
 
 
 def _free_ports(count: int) -> list[int]:
