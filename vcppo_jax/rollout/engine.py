@@ -38,7 +38,7 @@ from vcppo_jax.rollout.slots import (
     prefill_prompts,
     swap,
 )
-from vcppo_jax.sharding import batch_shards
+from vcppo_jax.sharding import batch_shards, to_host
 from vcppo_jax.types import Rollout
 
 DEFAULT_BATCH_SIZE = 256
@@ -305,6 +305,7 @@ class _Call:
 
     def _look(self, summary: Summary) -> None:
         """Wait for the chunk, and see what is done."""
+        summary = to_host(summary)
         self.done, self.lengths = np.array(summary.done), np.array(summary.lengths)
         for slot, row in enumerate(self.row_of.tolist()) if self.stops else ():
             self.lengths[slot] = self.stops.get(row, self.lengths[slot])
@@ -312,7 +313,7 @@ class _Call:
 
     def _find_stops(self, find_stop: Callable[[np.ndarray, int], int | None]) -> None:
         """End the responses that `find_stop` says have ended."""
-        tokens = np.asarray(self.slots.tokens)
+        tokens = to_host(self.slots.tokens)
         for slot, row in enumerate(self.row_of.tolist()):
             length = int(self.lengths[slot])
             if row < 0 or row in self.stops or length == self.seen[row]:
@@ -371,7 +372,7 @@ class _Call:
 
     def _take(self, indices: Any, rows: np.ndarray, finished: Finished) -> None:
         """Write finished samples into the result; those that still go on are written again later."""
-        tokens, logprobs, lengths, ended = (np.asarray(field)[indices] for field in finished)
+        tokens, logprobs, lengths, ended = (field[indices] for field in to_host(finished))
         for i, row in enumerate(rows.tolist()):
             if row < 0:
                 continue
