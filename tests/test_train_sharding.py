@@ -39,6 +39,7 @@ MESHES = {
     "one device": {"data": 1, "fsdp": 1, "tensor": 1},
     "fsdp 8": {"data": 1, "fsdp": 8, "tensor": 1},
     "fsdp 4 x tensor 2": {"data": 1, "fsdp": 4, "tensor": 2},
+    "fsdp 2 x sequence 2 x tensor 2": {"fsdp": 2, "sequence": 2, "tensor": 2},
 }
 
 
@@ -139,14 +140,21 @@ def test_the_trajectory_goes_somewhere():
         assert min(jax.tree.leaves(moved)) > 1e-3, moved
 
 
-@pytest.mark.parametrize(("mesh_name", "remat"), [("fsdp 8", "full"), ("fsdp 4 x tensor 2", "dots")])
+@pytest.mark.parametrize(
+    ("mesh_name", "remat"),
+    [("fsdp 8", "full"), ("fsdp 4 x tensor 2", "dots"), ("fsdp 2 x sequence 2 x tensor 2", "full")],
+)
 def test_one_trajectory_on_every_mesh_and_with_recomputation(mesh_name, remat):
     assert_same(trajectory(mesh_name, remat), trajectory("one device", "none"))
 
 
 @pytest.mark.parametrize(
     ("mesh_name", "remat", "query_shard"),
-    [("fsdp 8", "full", (2, 4, 32)), ("fsdp 4 x tensor 2", "dots", (2, 8, 16))],
+    [
+        ("fsdp 8", "full", (2, 4, 32)),
+        ("fsdp 4 x tensor 2", "dots", (2, 8, 16)),
+        ("fsdp 2 x sequence 2 x tensor 2", "full", (2, 8, 16)),
+    ],
 )
 def test_parameters_and_moments_lie_in_shards_after_training(mesh_name, remat, query_shard):
     actor, critic, _ = trajectory(mesh_name, remat)
