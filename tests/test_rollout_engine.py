@@ -22,7 +22,7 @@ from vcppo_jax.rollout.engine import generate
 from vcppo_jax.rollout.plan import CHUNK_STEPS, Progress, plan_caches, plan_slots, prompt_bucket
 from vcppo_jax.rollout.sampling import Sampling, sample_token
 from vcppo_jax.rollout.slots import new_slots
-from vcppo_jax.sharding import make_mesh
+from vcppo_jax.sharding import make_mesh, rollout_mesh
 from vcppo_jax.types import Rollout
 
 VOCAB = 40
@@ -251,16 +251,16 @@ def test_compilations_are_known_and_new_weights_need_none(policy):
 
 
 @pytest.mark.parametrize(
-    ("sizes", "rules"),
+    ("sizes", "decode_tensor", "rules"),
     [
-        ({"fsdp": 4, "tensor": 2}, {"temperature": 0.0}),
-        ({"data": 2, "fsdp": 2, "tensor": 2}, {"n": 3}),
+        ({"fsdp": 4, "tensor": 2}, None, {"temperature": 0.0}),
+        ({"data": 2, "fsdp": 2, "sequence": 2}, 2, {"n": 3}),
     ],
     ids=str,
 )
-def test_a_mesh_gives_the_tokens_of_one_device(policy, sizes, rules, monkeypatch):
-    mesh = make_mesh(sizes)
-    shardings = param_shardings(weight_specs(CONFIG, head="lm"), mesh)
+def test_a_mesh_gives_the_tokens_of_one_device(policy, sizes, decode_tensor, rules, monkeypatch):
+    mesh = rollout_mesh(make_mesh(sizes), decode_tensor)
+    shardings = param_shardings(weight_specs(CONFIG, head="lm"), make_mesh(sizes))
     sharded = policy.replace(params=jax.device_put(policy.params, shardings))
     cache_specs = set()
 
