@@ -12,7 +12,7 @@ from tiny_run import on_one_device, tiny_config
 from vcppo_jax.config_load import ConfigError
 from vcppo_jax.data.packing import PackShape
 from vcppo_jax.data.prompts import PromptRecord
-from vcppo_jax.phases.collect import ScoredRollout, already, collect_varied
+from vcppo_jax.phases.collect import ScoredRollout, collect_varied
 from vcppo_jax.phases.loop import Interrupted
 from vcppo_jax.phases.pipeline import run_phases
 from vcppo_jax.phases.rl import RL
@@ -35,12 +35,8 @@ def rollout_of(scores, lengths=None, first=0, width=4):
         samples,
         numbers[:, None] * np.ones((1, width), np.float32),
         lengths == width,
-        already(
-            (
-                [str(n) for n in numbers],
-                [Verdict(float(score), "correct" if score > 0 else "wrong") for score in scores],
-            )
-        ),
+        lambda tokens: str(tokens[0]),
+        lambda: [Verdict(float(score), "correct" if score > 0 else "wrong") for score in scores],
         int(lengths.sum()),
         4 * count,
     )
@@ -138,7 +134,7 @@ def varied(rounds, *, prompts=2, limit=10):
 
 def rows(rollout):
     """The rows' numbers, which every part must agree on."""
-    numbers = [int(text) for text in rollout.texts]
+    numbers = [int(rollout.text(row)) for row in range(len(rollout.records))]
     assert numbers == [int(record.prompt_text) for record in rollout.records]
     assert numbers == [prompt[0] for prompt in rollout.samples.prompts]
     assert numbers == rollout.samples.responses[:, 0].tolist()

@@ -4,10 +4,8 @@ from __future__ import annotations
 
 import dataclasses
 import functools
-import threading
 import time
 from collections.abc import Callable, Sequence
-from concurrent.futures import Future
 from typing import Any
 
 import jax
@@ -22,31 +20,8 @@ from vcppo_jax.rewards.score import Verdict, count_reasons, verify
 from vcppo_jax.rollout.engine import generate
 from vcppo_jax.rollout.plan import Progress
 from vcppo_jax.rollout.sampling import Sampling
+from vcppo_jax.run.processes import share_out
 from vcppo_jax.train.minibatches import Samples, widen
-
-Judged = tuple[list[str], list[Verdict]]
-"""Text and verdict of each response."""
-
-
-def in_background(function: Callable[[], Judged]) -> Future[Judged]:
-    """What `function` will have returned or raised, once a thread that no exit waits for has run it."""
-    future: Future[Judged] = Future()
-
-    def run() -> None:
-        try:
-            future.set_result(function())
-        except BaseException as error:  # raised again where the result is read
-            future.set_exception(error)
-
-    threading.Thread(target=run, name="verify", daemon=True).start()
-    return future
-
-
-def already(judged: Judged) -> Future[Judged]:
-    """A future that is done."""
-    future: Future[Judged] = Future()
-    future.set_result(judged)
-    return future
 
 
 @dataclasses.dataclass
@@ -59,27 +34,28 @@ class ScoredRollout:
     engine_logprobs: np.ndarray
     """[B, T] float32, of the sampled tokens, as the engine computed them."""
     truncated: np.ndarray
-    judged: Future[Judged]
-    """The verifier works in a thread of its own; who reads texts, verdicts or scores waits for it."""
+    decode: Callable[[np.ndarray], str]
+    """From the tokens of a response to its text."""
+    judge: Callable[[], list[Verdict]]
+    """Waits for the verifier, which works in the background; all processes must call it together."""
     tokens: int
     """Response tokens that were sampled for these rows and those they were chosen from,"""
     row_steps: int
     """and the decode steps times slots that it took."""
 
     @property
-    def texts(self) -> list[str]:
-        """[B], without special tokens at the end."""
-        return self.judged.result()[0]
-
-    @property
     def verdicts(self) -> list[Verdict]:
         """[B]; raises what the verifier raised."""
-        return self.judged.result()[1]
+        return self.judge()
 
     @property
     def scores(self) -> np.ndarray:
         """[B] float32, +1 or -1."""
         return np.asarray([verdict.score for verdict in self.verdicts], np.float32)
+
+    def text(self, row: int) -> str:
+        """The response of this row."""
+        return self.decode(self.samples.responses[row, : self.samples.lengths[row]])
 
     def take(self, rows: np.ndarray) -> ScoredRollout:
         """These rows, in their order."""
@@ -88,9 +64,8 @@ class ScoredRollout:
             self.samples.take(rows),
             self.engine_logprobs[rows],
             self.truncated[rows],
-            already(
-                ([self.texts[i] for i in rows.tolist()], [self.verdicts[i] for i in rows.tolist()]),
-            ),
+            self.decode,
+            _already([self.verdicts[i] for i in rows.tolist()]),
             self.tokens,
             self.row_steps,
         )
@@ -104,7 +79,8 @@ class ScoredRollout:
             samples,
             np.concatenate([widen(self.engine_logprobs, width), widen(other.engine_logprobs, width)]),
             np.concatenate([self.truncated, other.truncated]),
-            already(([*self.texts, *other.texts], [*self.verdicts, *other.verdicts])),
+            self.decode,
+            _already([*self.verdicts, *other.verdicts]),
             self.tokens + other.tokens,
             self.row_steps + other.row_steps,
         )
@@ -132,7 +108,7 @@ class ScoredRollout:
         return [
             {
                 "prompt": self.records[i].prompt_text,
-                "response": self.texts[i],
+                "response": self.text(i),
                 "gold": self.records[i].answer,
                 "score": self.verdicts[i].score,
                 "reason": self.verdicts[i].reason,
@@ -193,7 +169,7 @@ def collect(
             eos_ids=workspace.eos_ids,
             pad_id=workspace.pad_id,
             batch_size=workspace.config.rollout.batch_size,
-            mesh=workspace.mesh,
+            mesh=workspace.rollout_mesh,
             int8_weights=int8_weights,
             find_stop=stop_finder(workspace.tokenizer, stop) if stop else None,
             token_budget=workspace.config.rollout.token_budget,
@@ -202,21 +178,23 @@ def collect(
     rows = [record for record in records for _ in range(sampling.n)]
     tokens, lengths = np.asarray(rollout.tokens), np.asarray(rollout.lengths)
     truncated = np.asarray(rollout.truncated)
+    as_text = functools.partial(decode, workspace.tokenizer, eos_ids=workspace.eos_ids)
 
-    def judge() -> Judged:
-        texts = [
-            decode(workspace.tokenizer, row[:length], eos_ids=workspace.eos_ids)
-            for row, length in zip(tokens, lengths)
-        ]
-        return texts, verify(
-            texts,
-            [record.answer for record in rows],
-            truncated=truncated.tolist(),
-            thinking_open=[record.thinking_open for record in rows],
+    def verified(prompts: Sequence[int]) -> list[list[Verdict]]:
+        """Of each of these prompts, the verdicts on its responses."""
+        n = sampling.n
+        chosen = [prompt * n + sample for prompt in prompts for sample in range(n)]
+        verdicts = verify(
+            [as_text(tokens[i, : lengths[i]]) for i in chosen],
+            [rows[i].answer for i in chosen],
+            truncated=[bool(truncated[i]) for i in chosen],
+            thinking_open=[rows[i].thinking_open for i in chosen],
             timeout_s=workspace.config.verifier.timeout_s,
             pool=workspace.verifier,
         )
+        return [verdicts[at : at + n] for at in range(0, len(verdicts), n)]
 
+    groups = share_out(range(len(records)), verified)
     samples = Samples(
         [record.prompt_ids for record in rows],
         tokens,
@@ -228,10 +206,15 @@ def collect(
         samples,
         np.asarray(rollout.logprobs),
         truncated,
-        in_background(judge),
+        as_text,
+        lambda: [verdict for group in groups() for verdict in group],
         now.tokens,
         now.row_steps,
     )
+
+
+def _already(verdicts: list[Verdict]) -> Callable[[], list[Verdict]]:
+    return lambda: verdicts
 
 
 @dataclasses.dataclass
