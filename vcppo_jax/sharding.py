@@ -14,6 +14,8 @@ import numpy as np
 from jax.sharding import AbstractMesh, AxisType, Mesh, NamedSharding, PartitionSpec
 
 MESH_AXES = ("data", "fsdp", "tensor")
+WEIGHT_AXES = ("fsdp", "tensor")
+"""Mesh axes over which weights are split: `vcppo plan --search` tries sizes of these."""
 
 # Logical axis -> mesh axes. An axis that is not split maps to ().
 RULES: dict[str, tuple[str, ...]] = {

@@ -38,7 +38,7 @@ def run(workspace: Workspace) -> None:
     phase_dir = workspace.begin("grade")
     policy, name = last_policy(workspace)
     records = workspace.records("train")
-    sampling = dataclasses.replace(rollout_sampling(workspace), n=section.samples_per_prompt)
+    sampling = dataclasses.replace(rollout_sampling(workspace.config), n=section.samples_per_prompt)
     file = phase_dir / "grades.jsonl"
     # A finished grading, or one of another policy, starts anew; of any other one the last step may be half
     # written.
