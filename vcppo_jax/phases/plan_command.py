@@ -21,7 +21,7 @@ from vcppo_jax.run.files import writing
 def run_plan(args: argparse.Namespace) -> int:
     """The exit status: 0 where the plan (or one that the search found) fits, else 1."""
     config = load_config(args.config, args.overrides, phase="rl")
-    lengths = _lengths(config, args)
+    lengths, parts = _lengths(config, args), _parts(args.parts)
     described = topology(args.topology)
     command = _command(args)
     if args.search:
@@ -30,7 +30,7 @@ def run_plan(args: argparse.Namespace) -> int:
         numbers: Any = [candidate.as_json() for candidate in found]
         fits = any(candidate.plan is not None and candidate.plan.fits for candidate in found)
     else:
-        plan = StepPrograms(config, described, lengths).plan(_parts(args.parts), _say)
+        plan = StepPrograms(config, described, lengths).plan(parts, _say)
         title = f"{Path(args.config).stem} on {described.name}"
         page, numbers, fits = plan_page(plan, command, title), plan_json(plan, command), plan.fits
     print(page)
