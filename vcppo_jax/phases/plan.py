@@ -183,6 +183,9 @@ class StepPrograms:
                 self.programs.append(ProgramPlan(name, shape, calls, trips, resident, None, needed))
                 return None
         needed = compiled.cost.peak_bytes + resident
+        own = compiled.cost.peak_bytes / GIB
+        seconds = compiled.cost.compile_seconds
+        say(f"{name}: {own:.2f} GiB, {resident / GIB:.2f} resident; compiled in {seconds:.0f} s")
         self.programs.append(ProgramPlan(name, shape, calls, trips, resident, compiled.cost, needed))
         return compiled.results
 

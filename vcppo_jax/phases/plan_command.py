@@ -42,7 +42,7 @@ def run_plan(args: argparse.Namespace) -> int:
 
 
 def _say(line: str) -> None:
-    print(f"compiling {line}", file=sys.stderr, flush=True)
+    print(f"plan: {line}", file=sys.stderr, flush=True)
 
 
 def _write(file: str, text: str) -> None:
