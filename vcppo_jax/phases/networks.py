@@ -23,6 +23,7 @@ from vcppo_jax.phases.artifacts import (
 )
 from vcppo_jax.phases.workspace import Workspace
 from vcppo_jax.run.checkpoint_read import newest_meta
+from vcppo_jax.run.processes import from_main
 from vcppo_jax.train.learner import Learner
 from vcppo_jax.train.objectives import PolicyObjective, ValueObjective
 from vcppo_jax.train.optimizer import learning_rate_schedule, make_optimizer
@@ -42,6 +43,7 @@ def learner(
     *,
     updates: int,
     say: Say,
+    layout: str,
     learning_rate: float | None = None,
 ) -> Learner:
     """A network with the optimizer of its config section; its schedule ends after `updates`.
@@ -67,7 +69,15 @@ def learner(
         weight_decay=section.weight_decay,
         max_grad_norm=section.max_grad_norm,
     )
-    return Learner(name, specs, objective, optimizer, mesh, max_skipped=config.train.max_skipped_updates)
+    return Learner(
+        name,
+        specs,
+        objective,
+        optimizer,
+        mesh,
+        max_skipped=config.train.max_skipped_updates,
+        layout=layout,
+    )
 
 
 def updates_in(steps: int, samples: int, mini_batch_size: int, epochs: int) -> int:
@@ -100,7 +110,15 @@ def actor_learner(config: Config, mesh: Mesh, model: ModelConfig, say: Say) -> L
     updates = updates_in(steps, samples, config.rl.mini_batch_size, config.actor.epochs)
     specs = weight_specs(model, head="lm")
     return learner(
-        config, mesh, "actor", specs, actor_objective(config, model), config.actor, updates=updates, say=say
+        config,
+        mesh,
+        "actor",
+        specs,
+        actor_objective(config, model),
+        config.actor,
+        updates=updates,
+        say=say,
+        layout=config.mesh.layout.actor,
     )
 
 
@@ -119,6 +137,7 @@ def critic_learner(
         config.critic,
         updates=updates_in(section.steps, samples, section.mini_batch_size, config.critic.epochs),
         say=say,
+        layout=config.mesh.layout.critic,
         learning_rate=config.value.learning_rate if phase == "value" else None,
     )
 
@@ -130,9 +149,9 @@ def starting_value_model(workspace: Workspace, policy: Policy, phase: str) -> tu
     where its tokenizer is not the policy's.
     """
     config, section = workspace.config, workspace.config.value_model
-    path = value_model_path(workspace, phase)
+    path, layout = value_model_path(workspace, phase), workspace.config.mesh.layout.critic
     if path is None:
-        return value_model_from_policy(policy, workspace.mesh, head_bias=section.head_bias)
+        return value_model_from_policy(policy, workspace.mesh, layout=layout, head_bias=section.head_bias)
     source = find_model(path, "critic")
     check_tokenizer(path, source.model_dir, workspace.tokenizer)
     return value_model_and_origin(
@@ -141,12 +160,17 @@ def starting_value_model(workspace: Workspace, policy: Policy, phase: str) -> tu
         remat=config.model.remat,
         attention=config.model.attention,
         mesh=workspace.mesh,
+        layout=layout,
         head_bias=section.head_bias,
     )
 
 
 def value_model_path(workspace: Workspace, phase: str) -> Path | None:
     """Where the value model that `phase` starts with is read from; None for the policy's weights."""
+    return from_main(lambda: _value_model_path(workspace, phase))
+
+
+def _value_model_path(workspace: Workspace, phase: str) -> Path | None:
     config, section = workspace.config, workspace.config.value_model
     if phase == "rl" and "value" in config.phases:
         directory = workspace.run_dir / "value"

@@ -22,14 +22,15 @@ from vcppo_jax.aot.program import GIB, Cost, DoesNotFit, bytes_per_chip, compile
 from vcppo_jax.aot.topology import Topology
 from vcppo_jax.config import Config
 from vcppo_jax.models.config import ModelConfig, model_config
+from vcppo_jax.models.specs import is_spec, param_shardings, weight_specs
 from vcppo_jax.phases.artifacts import find_model
 from vcppo_jax.phases.collect import rollout_sampling
 from vcppo_jax.phases.networks import actor_learner, actor_objective, critic_learner
 from vcppo_jax.phases.shapes import packed_shape
 from vcppo_jax.rollout import programs
-from vcppo_jax.rollout.plan import plan_slots, prompt_bucket
-from vcppo_jax.rollout.slots import CHUNK_STEPS, Entry
-from vcppo_jax.sharding import batch_shards, make_mesh
+from vcppo_jax.rollout.plan import CHUNK_STEPS, plan_slots, prompt_bucket
+from vcppo_jax.rollout.slots import Entry
+from vcppo_jax.sharding import batch_shards, make_mesh, rollout_mesh
 from vcppo_jax.train.learner import Scorer
 from vcppo_jax.train.objectives import LogprobScore, ValueObjective, ValueScore
 
@@ -127,7 +128,8 @@ class StepPrograms:
     def __init__(self, config: Config, topology: Topology, lengths: Lengths) -> None:
         """Raises ValueError, ConfigError or TopologyError for what cannot be planned."""
         self.config, self.topology, self.lengths = config, topology, lengths
-        self.mesh = make_mesh(config.mesh.model_dump(), topology.devices)
+        self.mesh = make_mesh(config.mesh.sizes, topology.devices)
+        self.rollout_mesh = rollout_mesh(self.mesh, config.mesh.decode_tensor)
         self.policy, self.value_model = network_configs(config)
         self.samples = config.rl.prompts_per_step * config.rollout.n
 
@@ -144,8 +146,21 @@ class StepPrograms:
         actor = self.actor.abstract_state
         self.actor_bytes, self.params_bytes = bytes_per_chip(actor), bytes_per_chip(actor.params)
         self.critic_bytes = 0 if self.critic is None else bytes_per_chip(self.critic.abstract_state)
-        self.reference_bytes = self.params_bytes if config.algorithm.kl_coef > 0 else 0
+        self.reference_bytes = 0
+        if config.algorithm.kl_coef > 0:
+            self.reference_bytes = bytes_per_chip(self._reference())
         self.programs: list[ProgramPlan] = []
+
+    def _reference(self) -> Any:
+        """The reference's weights: in the compute dtype, as `mesh.layout.reference` says."""
+        specs, dtype = weight_specs(self.policy, head="lm"), jnp.dtype(self.policy.compute_dtype)
+        shardings = param_shardings(specs, self.mesh, self.config.mesh.layout.reference)
+        return jax.tree.map(
+            lambda spec, sharding: jax.ShapeDtypeStruct(spec.shape, dtype, sharding=sharding),
+            specs,
+            shardings,
+            is_leaf=is_spec,
+        )
 
     def plan(self, parts: tuple[str, ...], say: Callable[[str], None]) -> RunPlan:
         """The plan of these parts of a step (of `PARTS`); `say` is told what is being compiled."""
@@ -171,13 +186,15 @@ class StepPrograms:
         calls: float,
         resident: float,
         trips: float = 1.0,
+        mesh: Mesh | None = None,
     ) -> Any:
         """Shapes and shardings of the program's results; None where it does not fit."""
         say(f"{name}: {shape}")
-        with jax.set_mesh(self.mesh):
+        mesh = self.mesh if mesh is None else mesh
+        with jax.set_mesh(mesh):
             traced = trace()
             try:
-                compiled = compile_program(traced, self.topology, self.mesh, unknown_trips=trips)
+                compiled = compile_program(traced, self.topology, mesh, unknown_trips=trips)
             except DoesNotFit as error:
                 needed = None if error.bytes is None else error.bytes + resident
                 self.programs.append(ProgramPlan(name, shape, calls, trips, resident, None, needed))
@@ -193,10 +210,11 @@ class StepPrograms:
         """Reshard to the weights for decoding, then what the engine runs."""
         config, rollout = self.config, self.config.rollout
         bucket = prompt_bucket(config.data.max_prompt_tokens)
+        mesh, width = self.rollout_mesh, rollout.max_new_tokens
         plan = plan_slots(
-            config.rl.prompts_per_step, rollout.n, rollout.batch_size, batch_shards(self.mesh), bucket
+            config.rl.prompts_per_step, rollout.n, rollout.batch_size, batch_shards(mesh), bucket, width
         )
-        slots_count, width = plan.slots[0], rollout.max_new_tokens
+        slots_count, cache_size = plan.slots[0], plan.caches[-1]
         states = self.actor_bytes + self.critic_bytes + self.reference_bytes
         params = self.actor.abstract_state.params
         weights = self.compile(
@@ -206,6 +224,7 @@ class StepPrograms:
             lambda: programs.decode_weights.trace(params, self.policy, int8=rollout.int8_weights),
             calls=1,
             resident=states - self.params_bytes,
+            mesh=mesh,
         )
         if weights is None:
             return
@@ -213,10 +232,11 @@ class StepPrograms:
         slots = self.compile(
             say,
             "new slots",
-            f"{slots_count} slots of {bucket} + {width} tokens",
-            lambda: programs.new_slots.trace(self.policy, slots_count, bucket + width, width),
+            f"{slots_count} slots of {cache_size} tokens",
+            lambda: programs.new_slots.trace(self.policy, slots_count, cache_size, width),
             calls=1,
             resident=states + weight_bytes,
+            mesh=mesh,
         )
         if slots is None:
             return
@@ -230,6 +250,7 @@ class StepPrograms:
             ),
             calls=math.ceil(config.rl.prompts_per_step / plan.prompts),
             resident=states + bytes_per_chip(slots),
+            mesh=mesh,
         )
         if cache is None:
             return
@@ -242,6 +263,7 @@ class StepPrograms:
             lambda: programs.swap.trace(slots, cache, entry),
             calls=math.ceil(self.samples / plan.admit),
             resident=states + weight_bytes,
+            mesh=mesh,
         )
         steps = max(self.lengths.response, math.ceil(self.samples * self.lengths.response / slots_count))
         eos = integers(max(1, len(self.policy.eos_token_ids)))
@@ -263,6 +285,7 @@ class StepPrograms:
             calls=math.ceil(steps / CHUNK_STEPS),
             resident=states + bytes_per_chip(cache),
             trips=CHUNK_STEPS,
+            mesh=mesh,
         )
 
     def _rows(self, sequences: int) -> tuple[Any, float, str]:

@@ -69,6 +69,7 @@ def plan_json(plan: RunPlan, command: str) -> dict[str, Any]:
         "versions": versions(),
         "topology": {"name": plan.topology.name, "chips": plan.mesh.size, **dataclasses.asdict(chip)},
         "mesh": dict(plan.mesh.shape),
+        "decode_tensor": plan.config.mesh.decode_tensor,
         "remat": plan.policy.remat,
         "micro_batch_tokens": plan.config.train.micro_batch_tokens,
         "tokens": {"prompt": plan.lengths.prompt, "response": plan.lengths.response},

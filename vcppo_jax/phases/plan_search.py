@@ -60,7 +60,7 @@ def meshes(config: Config, chips: int, heads: tuple[int, ...]) -> Iterator[dict[
 
     Sizes of other axes stay those of the configuration.
     """
-    sizes = config.mesh.model_dump()
+    sizes = config.mesh.sizes
     fixed = {axis: size for axis, size in sizes.items() if axis not in WEIGHT_AXES and size not in (-1, 1)}
     left = chips // math.prod(fixed.values())
     first, second = WEIGHT_AXES

@@ -53,6 +53,7 @@ def run(workspace: Workspace) -> None:
         section,
         updates=steps,
         say=workspace.progress.message,
+        layout=config.mesh.layout.actor,
     )
     save_model_files(phase_dir, "actor", workspace.model_dir, {})
 

@@ -6,7 +6,7 @@ from jax.sharding import Mesh
 
 from vcppo_jax.config import Config
 from vcppo_jax.data.packing import PackShape, pack_shape
-from vcppo_jax.sharding import batch_shards
+from vcppo_jax.sharding import batch_shards, length_shards
 
 
 def packed_shape(config: Config, mesh: Mesh, max_response_tokens: int, sequences: int) -> PackShape:
@@ -17,4 +17,5 @@ def packed_shape(config: Config, mesh: Mesh, max_response_tokens: int, sequences
         row_tokens=max(config.train.row_tokens or 0, longest),
         micro_batch_tokens=config.train.micro_batch_tokens,
         shards=batch_shards(mesh),
+        length_shards=length_shards(mesh),
     )

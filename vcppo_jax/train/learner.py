@@ -13,7 +13,7 @@ from jax.sharding import Mesh
 
 from vcppo_jax.data.packing import Packing, PackShape
 from vcppo_jax.models.specs import is_spec, param_shardings
-from vcppo_jax.sharding import named_sharding
+from vcppo_jax.sharding import DEFAULT_LAYOUT, named_sharding, put, to_host
 from vcppo_jax.train.minibatches import MiniBatch
 from vcppo_jax.train.updates import (
     LossFunction,
@@ -36,7 +36,7 @@ class NonFiniteError(RuntimeError):
 
 def put_batch(batch: PackedBatch, mesh: Mesh) -> PackedBatch:
     """The packed batch [M, R, L] on the mesh, its rows split over the batch axes."""
-    return jax.device_put(batch, named_sharding(mesh, BATCH_AXES))
+    return put(batch, named_sharding(mesh, BATCH_AXES))
 
 
 def abstract_batch(shape: PackShape, fields: Sequence[str], mesh: Mesh) -> PackedBatch:
@@ -59,7 +59,10 @@ def abstract_batch(shape: PackShape, fields: Sequence[str], mesh: Mesh) -> Packe
 
 
 class Learner:
-    """The network whose weights `specs` describe, its objective and its optimizer."""
+    """The network whose weights `specs` describe, its objective and its optimizer.
+
+    `layout`, one of `sharding.LAYOUTS`, is how its weights, gradients and optimizer states lie on `mesh`.
+    """
 
     def __init__(
         self,
@@ -70,13 +73,14 @@ class Learner:
         mesh: Mesh,
         *,
         max_skipped: int,
+        layout: str = DEFAULT_LAYOUT,
     ) -> None:
         self.name = name
         self.mesh = mesh
         self.max_skipped = max_skipped
         self._optimizer = optimizer
         shapes = jax.tree.map(lambda s: jax.ShapeDtypeStruct(s.shape, np.float32), specs, is_leaf=is_spec)
-        self.shardings = state_shardings(optimizer, shapes, param_shardings(specs, mesh), mesh)
+        self.shardings = state_shardings(optimizer, shapes, param_shardings(specs, mesh, layout), mesh)
         state = TrainState(
             params=shapes,
             opt_state=jax.eval_shape(optimizer.init, shapes),
@@ -111,7 +115,7 @@ class Learner:
         """
         batch = put_batch(packing.batch(fields), self.mesh)
         state, info = self._update(state, batch, np.int32(packing.micro_batches))
-        numbers = {name: float(x) for name, x in jax.device_get(info).items()}
+        numbers = {name: float(x) for name, x in to_host(info).items()}
         numbers["packing_efficiency"] = packing.efficiency
         if numbers["skipped_in_row"] >= self.max_skipped:
             raise NonFiniteError(
@@ -148,4 +152,4 @@ class Scorer:
     def __call__(self, params: Params, packing: Packing) -> np.ndarray:
         """[B, T] float32; 0 beyond each response."""
         batch = put_batch(packing.batch({}), self._mesh)
-        return packing.gather(self._score(params, batch, np.int32(packing.micro_batches)))
+        return packing.gather(to_host(self._score(params, batch, np.int32(packing.micro_batches))))
