@@ -122,7 +122,7 @@ def test_a_process_reads_its_own_slices_and_holds_no_more(tmp_path):
     for numbers in measure(tmp_path, 2):
         assert numbers["right"]
         assert numbers["held"] < 0.51 * numbers["model"]
-        # Its own half, and twice the weight that is being read: as NumPy array, and what JAX and the file have.
+        # Its own half, and twice the weight that is read: as NumPy array, and what JAX and the file have.
         assert numbers["peak"] < numbers["held"] + 2 * numbers["largest"], numbers
         assert numbers["peak"] < 0.75 * numbers["model"]
 

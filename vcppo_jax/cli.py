@@ -6,7 +6,8 @@ import argparse
 import os
 import sys
 import textwrap
-from collections.abc import Sequence
+import traceback
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -53,21 +54,71 @@ SECTIONS = {
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Entry point; returns the exit status: 0, 1 for a user's error, 128 + signal when interrupted."""
+    """Entry point; returns the exit status: 0, 1 for a user's error, 128 + signal when interrupted.
+
+    Of a job of many processes: 75 where another process was lost.
+    """
     args = parse(arguments)
+    command = {"export": _export, "study": _study}.get(args.command, _dispatch)
     try:
-        return {"export": _export, "study": _study}.get(args.command, _dispatch)(args)
-    except KeyboardInterrupt:
-        print("vcppo: interrupted", file=sys.stderr)
-        return 130
-    except BrokenPipeError:
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
-        return 141
-    except Exception as error:
-        if not _is_users(error) or os.environ.get("VCPPO_TRACEBACK"):
+        return _joined(command, args) if getattr(args, "distributed", False) else command(_alone(args))
+    except BaseException as error:
+        status, line = _failure(error)
+        if line is None:
             raise
-        print(f"vcppo: {_message(error)}", file=sys.stderr)
-        return 1
+        if line:
+            print(f"vcppo: {line}", file=sys.stderr)
+        return status
+
+
+def _failure(error: BaseException) -> tuple[int, str | None]:
+    """(exit status, line for the user) of what ended a command; None for the line calls for a traceback."""
+    if isinstance(error, KeyboardInterrupt):
+        return 130, "interrupted"
+    if isinstance(error, BrokenPipeError):
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        return 141, ""
+    if not isinstance(error, Exception) or not _is_users(error) or os.environ.get("VCPPO_TRACEBACK"):
+        return 1, None
+    return 1, _message(error)
+
+
+def _alone(args: argparse.Namespace) -> argparse.Namespace:
+    """The arguments of a lone process; ConfigError where the environment says that it is one of many."""
+    from vcppo_jax.run.peers import VARIABLES
+
+    if hasattr(args, "distributed") and (set_ := [name for name in VARIABLES if os.environ.get(name)]):
+        from vcppo_jax.config_load import ConfigError
+
+        raise ConfigError(
+            f"{', '.join(set_)} is set, so this is one of several processes, but --distributed is not given; "
+            "add it, or unset what is set"
+        )
+    return args
+
+
+def _joined(command: Callable[[argparse.Namespace], int], args: argparse.Namespace) -> int:
+    """Run a command as one of the processes of a job, all of which end when one of them fails."""
+    _configure_jax()
+    from jax.errors import JaxRuntimeError
+
+    from vcppo_jax.run.peers import join
+
+    job = join(timeout_s=args.join_timeout)
+    try:
+        status = command(args)
+    except BaseException as error:
+        if isinstance(error, JaxRuntimeError):
+            job.await_news()
+        status, line = _failure(error)
+        if line is None:
+            traceback.print_exc()
+            line = f"{type(error).__name__}: {error}".splitlines()[0]
+        elif line:
+            print(f"vcppo: process {job.index}: {line}", file=sys.stderr)
+        job.fail(line, status)
+    job.leave()
+    return status
 
 
 def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
@@ -98,6 +149,8 @@ def build_parser() -> argparse.ArgumentParser:
             formatter_class=argparse.RawDescriptionHelpFormatter,
             epilog=_LazyKeys(name) if name in SECTIONS or name in ("run", "study") else None,
         )
+        if name not in ("export", "report"):
+            _add_distributed(command)
         if name == "export":
             command.add_argument("run", metavar="RUN", help="a run, a phase of it, or PHASE/checkpoints/STEP")
             command.add_argument("out", metavar="OUT", help="new directory")
@@ -125,6 +178,23 @@ def build_parser() -> argparse.ArgumentParser:
                 help="goes over the file; include=FILE merges one",
             )
     return parser
+
+
+def _add_distributed(command: argparse.ArgumentParser) -> None:
+    """The options of one process of many."""
+    command.add_argument(
+        "--distributed",
+        action="store_true",
+        help="join the other processes of this job; which one this is comes from JAX_COORDINATOR_ADDRESS, "
+        "JAX_NUM_PROCESSES and JAX_PROCESS_ID, or from the cluster (TPU pod, Slurm, Open MPI)",
+    )
+    command.add_argument(
+        "--join-timeout",
+        type=int,
+        default=300,
+        metavar="SECONDS",
+        help="how long to wait for the other processes (default 300)",
+    )
 
 
 class _LazyKeys(str):
@@ -198,28 +268,37 @@ def _dispatch(args: argparse.Namespace) -> int:
         report = run_phases(config, phases, again=phases if args.command == "evaluate" else ())
     except Interrupted as interrupted:
         return _interrupted(interrupted)
-    print(f"report: {report}")
+    if _is_main():
+        print(f"report: {report}")
     return 0
+
+
+def _is_main() -> bool:
+    from vcppo_jax.run.processes import is_main
+
+    return is_main()
 
 
 def _study(args: argparse.Namespace) -> int:
     _configure_jax()
     from vcppo_jax.phases.loop import Interrupted
     from vcppo_jax.phases.study import read_study, run_study, write_page
+    from vcppo_jax.run.processes import from_main
 
     plans = [read_study(file) for file in args.studies]  # all of them are right before the first one runs
     for plan in plans:
         try:
-            page = write_page(plan) if args.page else run_study(plan)
+            page = from_main(lambda: write_page(plan)) if args.page else run_study(plan)  # noqa: B023
         except Interrupted as interrupted:
             return _interrupted(interrupted)
-        print(f"page: {page}")
+        if _is_main():
+            print(f"page: {page}")
     return 0
 
 
 def _interrupted(interrupted: Interrupted) -> int:
     """The exit status; where nobody has told the user yet, between the runs of a study, a line."""
-    if not interrupted.said:
+    if not interrupted.said and _is_main():
         print(f"vcppo: {interrupted}: interrupted; the same command goes on", file=sys.stderr)
     return 128 + interrupted.signum
 

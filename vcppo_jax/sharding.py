@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Mapping, Sequence
+from typing import Any
 
 import jax
 import numpy as np
@@ -275,3 +276,36 @@ def batch_shards(mesh: Mesh) -> int:
 def length_shards(mesh: Mesh) -> int:
     """Into how many parts the length axis is split."""
     return math.prod(mesh.shape[name] for name in RULES["length"])
+
+
+def put(tree: Any, sharding: jax.sharding.Sharding) -> Any:
+    """NumPy arrays, the same in every process, on the devices of all processes."""
+    if sharding.is_fully_addressable:
+        return jax.device_put(tree, sharding)
+    # device_put would send every array to the other processes, to see that it is the same there.
+    return jax.tree.map(
+        lambda x: jax.make_array_from_callback(np.shape(x), sharding, lambda index: np.asarray(x)[index]),
+        tree,
+    )
+
+
+def to_host(tree: Any) -> Any:
+    """Whole NumPy arrays, also of what other processes hold parts of; all processes must call it together.
+
+    The mesh is the one of `jax.set_mesh`.
+    """
+    leaves, structure = jax.tree.flatten(tree)
+    spread = [i for i, x in enumerate(leaves) if isinstance(x, jax.Array) and not _is_here(x)]
+    if spread:
+        whole = jax.jit(_same, out_shardings=PartitionSpec())([leaves[i] for i in spread])
+        for i, x in zip(spread, whole):
+            leaves[i] = x
+    return jax.tree.unflatten(structure, jax.device_get(leaves))
+
+
+def _is_here(x: jax.Array) -> bool:
+    return x.is_fully_addressable or x.is_fully_replicated
+
+
+def _same(x: Any) -> Any:
+    return x

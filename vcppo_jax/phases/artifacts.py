@@ -27,6 +27,7 @@ from vcppo_jax.models.reshard import reshard
 from vcppo_jax.models.specs import init_params, is_spec, param_shardings, weight_specs
 from vcppo_jax.run.checkpoint import read_params
 from vcppo_jax.run.files import writing
+from vcppo_jax.run.processes import is_main
 from vcppo_jax.sharding import DEFAULT_LAYOUT
 
 BUILTIN = "builtin:"
@@ -74,8 +75,10 @@ def find_model(path: str | Path, network: str = "actor") -> ModelSource:
 def save_model_files(phase_dir: Path, network: str, model_dir: Path, extra: dict[str, Any]) -> None:
     """Put config.json and the tokenizer of `model_dir` beside the phase's checkpoints, with `extra` facts.
 
-    Raises WriteError.
+    Process 0 does so. Raises WriteError.
     """
+    if not is_main():
+        return
     target = phase_dir / PARTS[network]
     with writing(target):
         target.mkdir(parents=True, exist_ok=True)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
 import time
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -19,6 +20,7 @@ from vcppo_jax.rewards.score import Verdict, count_reasons, verify
 from vcppo_jax.rollout.engine import generate
 from vcppo_jax.rollout.plan import Progress
 from vcppo_jax.rollout.sampling import Sampling
+from vcppo_jax.run.processes import share_out
 from vcppo_jax.train.minibatches import Samples, widen
 
 
@@ -32,7 +34,8 @@ class ScoredRollout:
     engine_logprobs: np.ndarray
     """[B, T] float32, of the sampled tokens, as the engine computed them."""
     truncated: np.ndarray
-    texts: list[str]
+    decode: Callable[[np.ndarray], str]
+    """From the tokens of a response to its text."""
     verdicts: list[Verdict]
     tokens: int
     """Response tokens that were sampled for these rows and those they were chosen from,"""
@@ -44,6 +47,10 @@ class ScoredRollout:
         """[B] float32, +1 or -1."""
         return np.asarray([verdict.score for verdict in self.verdicts], np.float32)
 
+    def text(self, row: int) -> str:
+        """The response of this row."""
+        return self.decode(self.samples.responses[row, : self.samples.lengths[row]])
+
     def take(self, rows: np.ndarray) -> ScoredRollout:
         """These rows, in their order."""
         return ScoredRollout(
@@ -51,7 +58,7 @@ class ScoredRollout:
             self.samples.take(rows),
             self.engine_logprobs[rows],
             self.truncated[rows],
-            [self.texts[i] for i in rows.tolist()],
+            self.decode,
             [self.verdicts[i] for i in rows.tolist()],
             self.tokens,
             self.row_steps,
@@ -66,7 +73,7 @@ class ScoredRollout:
             samples,
             np.concatenate([widen(self.engine_logprobs, width), widen(other.engine_logprobs, width)]),
             np.concatenate([self.truncated, other.truncated]),
-            [*self.texts, *other.texts],
+            self.decode,
             [*self.verdicts, *other.verdicts],
             self.tokens + other.tokens,
             self.row_steps + other.row_steps,
@@ -95,7 +102,7 @@ class ScoredRollout:
         return [
             {
                 "prompt": self.records[i].prompt_text,
-                "response": self.texts[i],
+                "response": self.text(i),
                 "gold": self.records[i].answer,
                 "score": self.verdicts[i].score,
                 "reason": self.verdicts[i].reason,
@@ -166,18 +173,23 @@ def collect(
         rows = [record for record in records for _ in range(sampling.n)]
         tokens, lengths = np.asarray(rollout.tokens), np.asarray(rollout.lengths)
         truncated = np.asarray(rollout.truncated)
-        texts = [
-            decode(workspace.tokenizer, row[:length], eos_ids=workspace.eos_ids)
-            for row, length in zip(tokens, lengths)
-        ]
-        verdicts = verify(
-            texts,
-            [record.answer for record in rows],
-            truncated=truncated.tolist(),
-            thinking_open=[record.thinking_open for record in rows],
-            timeout_s=workspace.config.verifier.timeout_s,
-            pool=workspace.verifier,
-        )
+        as_text = functools.partial(decode, workspace.tokenizer, eos_ids=workspace.eos_ids)
+
+        def verified(prompts: Sequence[int]) -> list[list[Verdict]]:
+            """Of each of these prompts, the verdicts on its responses."""
+            n = sampling.n
+            chosen = [prompt * n + sample for prompt in prompts for sample in range(n)]
+            verdicts = verify(
+                [as_text(tokens[i, : lengths[i]]) for i in chosen],
+                [rows[i].answer for i in chosen],
+                truncated=[bool(truncated[i]) for i in chosen],
+                thinking_open=[rows[i].thinking_open for i in chosen],
+                timeout_s=workspace.config.verifier.timeout_s,
+                pool=workspace.verifier,
+            )
+            return [verdicts[at : at + n] for at in range(0, len(verdicts), n)]
+
+        verdicts = [verdict for group in share_out(range(len(records)), verified) for verdict in group]
     samples = Samples(
         [record.prompt_ids for record in rows],
         tokens,
@@ -185,7 +197,7 @@ def collect(
         lambda count: workspace.shape_for(sampling.max_new_tokens, count),
     )
     return ScoredRollout(
-        rows, samples, np.asarray(rollout.logprobs), truncated, texts, verdicts, now.tokens, now.row_steps
+        rows, samples, np.asarray(rollout.logprobs), truncated, as_text, verdicts, now.tokens, now.row_steps
     )
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Any
 
 import jax
@@ -15,6 +16,7 @@ from vcppo_jax.phases.loop import Metrics, Timer
 from vcppo_jax.phases.workspace import Workspace
 from vcppo_jax.rollout.sampling import Sampling
 from vcppo_jax.run.metrics import MetricsWriter, StepLog, WandbSettings
+from vcppo_jax.run.processes import from_main, is_main
 
 
 def evaluation_sampling(workspace: Workspace) -> Sampling:
@@ -89,16 +91,22 @@ def mean_length(metrics: Metrics) -> float | None:
 
 def last_policy(workspace: Workspace) -> tuple[Policy, str]:
     """The run's last policy, and which it is: RL's, else the cold start's, else that of `model.path`."""
-    for phase in ("rl", "sft"):
-        directory = workspace.run_dir / phase
-        if any(step.name.isdigit() for step in (directory / "checkpoints").glob("*")):
-            return workspace.load_policy(directory), phase
-    return workspace.base_policy(), workspace.config.model.path
+
+    def trained() -> str | None:
+        for phase in ("rl", "sft"):
+            steps = (workspace.run_dir / phase / "checkpoints").glob("*")
+            if any(step.name.isdigit() for step in steps):
+                return phase
+        return None
+
+    phase = from_main(trained)
+    if phase is None:
+        return workspace.base_policy(), workspace.config.model.path
+    return workspace.load_policy(workspace.run_dir / phase), phase
 
 
 def run(workspace: Workspace) -> None:
     """Evaluate the run's last policy on held-out problems."""
-    config = workspace.config
     records = workspace.records("validation")
     if not records:
         raise ConfigError("data.validation: evaluation needs held-out problems; set it to a file")
@@ -109,6 +117,15 @@ def run(workspace: Workspace) -> None:
     metrics, examples = evaluate_policy(
         workspace, policy, records, key=workspace.key("evaluate"), interruptible=True
     )
+    if is_main():
+        _write(workspace, phase_dir, metrics | timer.metrics(), examples)
+    workspace.progress.update(1, metrics)
+    workspace.finish("evaluate", {"policy": name, **metrics})
+
+
+def _write(workspace: Workspace, phase_dir: Path, metrics: Metrics, examples: list[dict[str, Any]]) -> None:
+    """Metrics and sample responses."""
+    config = workspace.config
     samples = StepLog(phase_dir / "samples.jsonl", resume_step=None)
     for example in examples:
         samples.append({"step": 0, **example})
@@ -120,6 +137,4 @@ def run(workspace: Workspace) -> None:
     with MetricsWriter(
         phase_dir, resume_step=None, tensorboard=config.logging.tensorboard, wandb=wandb
     ) as writer:
-        writer.write(0, metrics | timer.metrics())
-    workspace.progress.update(1, metrics)
-    workspace.finish("evaluate", {"policy": name, **metrics})
+        writer.write(0, metrics)

@@ -10,6 +10,7 @@ import numpy as np
 from vcppo_jax.config import Config
 from vcppo_jax.phases.collect import ScoredRollout
 from vcppo_jax.phases.loop import Metrics
+from vcppo_jax.sharding import to_host
 from vcppo_jax.train.experience import (
     AdvantageSettings,
     build_experience,
@@ -59,13 +60,13 @@ def make_experience(
     experience, raw = _experience(
         rewards, mask, loss_mask, old, ref, values, np.float32(kl_coef), settings=settings
     )
-    metrics = {name: float(x) for name, x in jax.device_get(_metrics(experience, raw)).items()}
-    return jax.device_get(experience), metrics, jax.device_get(raw)
+    metrics = {name: float(x) for name, x in to_host(_metrics(experience, raw)).items()}
+    return to_host(experience), metrics, to_host(raw)
 
 
 def positions(experience: Experience, raw: np.ndarray, settings: AdvantageSettings) -> dict[str, Any]:
     """What positions.json holds: values, advantages and the weight of the last reward, by token position."""
-    profile = jax.device_get(_profile(experience, raw, settings=settings))
+    profile = to_host(_profile(experience, raw, settings=settings))
     lists = {name: np.asarray(x).tolist() for name, x in profile.items()}
     return {
         "by_position": {name: lists[name] for name in ("values", "advantages", "count")},

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import dataclasses
 import json
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -19,6 +20,7 @@ from vcppo_jax.phases.evaluate import last_policy
 from vcppo_jax.phases.loop import Timer, write_json, write_whole
 from vcppo_jax.phases.workspace import Workspace
 from vcppo_jax.run.metrics import StepLog, read_step_log
+from vcppo_jax.run.processes import from_main, is_main
 
 BANDS = ("easy", "medium", "hard")
 PROMPTS_PER_STEP = 64
@@ -40,20 +42,8 @@ def run(workspace: Workspace) -> None:
     records = workspace.records("train")
     sampling = dataclasses.replace(rollout_sampling(workspace), n=section.samples_per_prompt)
     file = phase_dir / "grades.jsonl"
-    # A finished grading, or one of another policy, starts anew; of any other one the last step may be half
-    # written.
-    checkpoints = workspace.run_dir / name / "checkpoints"
-    steps = sorted(int(step.name) for step in checkpoints.glob("*") if step.name.isdigit())
-    source = {"policy": name, "step": steps[-1] if steps else None}
-    before = phase_dir / "policy.json"
-    same = before.is_file() and json.loads(before.read_text(encoding="utf-8")) == source
-    write_json(before, source)
-    done = 0
-    if same and file.is_file() and not (phase_dir / "summary.json").is_file():
-        steps = [line["step"] for line in read_step_log(file)]
-        done = max(0, max(steps, default=0) - 1)
-    (phase_dir / "summary.json").unlink(missing_ok=True)
-    log = StepLog(file, resume_step=done)
+    done = from_main(lambda: _steps_done(phase_dir, file, workspace.run_dir / name / "checkpoints", name))
+    log = StepLog(file, resume_step=done) if is_main() else None
     total = -(-len(records) // PROMPTS_PER_STEP)
     workspace.progress.start("grade", total, done)
     try:
@@ -71,11 +61,13 @@ def run(workspace: Workspace) -> None:
             )
             rates = (rollout.scores.reshape(-1, sampling.n) > 0).mean(axis=1)
             for record, rate in zip(chunk, rates.tolist()):
-                log.append({"step": step, **_row(record), "pass_rate": rate, "band": band(rate, section)})
+                if log is not None:
+                    log.append({"step": step, **_row(record), "pass_rate": rate, "band": band(rate, section)})
             workspace.progress.update(step, {"critic/acc/mean": float(rates.mean())})
     finally:
-        log.close()
-    lines = read_step_log(file)
+        if log is not None:
+            log.close()
+    lines = from_main(lambda: read_step_log(file))
     for name_of_band in BANDS:
         rows = [line for line in lines if line["band"] == name_of_band]
         text = "".join(json.dumps(row, ensure_ascii=False) + "\n" for row in rows)
@@ -86,6 +78,24 @@ def run(workspace: Workspace) -> None:
     workspace.progress.message(f"grade: {split}; mean pass rate {rate:.1%}; a file of each in {phase_dir}")
     summary = {"policy": name, "seed": config.seed, "pass_rate/mean": rate}
     workspace.finish("grade", summary | {f"prompts/{b}": count for b, count in counts.items()})
+
+
+def _steps_done(phase_dir: Path, file: Path, checkpoints: Path, policy: str) -> int:
+    """Steps of an interrupted grading that are whole; the phase's directory is made ready to go on from them.
+
+    A finished grading, or one of another policy, starts anew; of any other one the last step may be half
+    written.
+    """
+    steps = sorted(int(step.name) for step in checkpoints.glob("*") if step.name.isdigit())
+    source = {"policy": policy, "step": steps[-1] if steps else None}
+    before = phase_dir / "policy.json"
+    same = before.is_file() and json.loads(before.read_text(encoding="utf-8")) == source
+    write_json(before, source)
+    done = 0
+    if same and file.is_file() and not (phase_dir / "summary.json").is_file():
+        done = max(0, max((line["step"] for line in read_step_log(file)), default=0) - 1)
+    (phase_dir / "summary.json").unlink(missing_ok=True)
+    return done
 
 
 def _row(record: PromptRecord) -> dict[str, Any]:

@@ -16,7 +16,7 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from types import FrameType
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 
@@ -24,6 +24,7 @@ from vcppo_jax.config import CheckpointSection, LoggingSection
 from vcppo_jax.run.checkpoint import Checkpoints
 from vcppo_jax.run.files import writing
 from vcppo_jax.run.metrics import MetricsWriter, StepLog, WandbSettings
+from vcppo_jax.run.processes import from_main, is_main, largest
 from vcppo_jax.run.progress import Progress
 
 Meta = dict[str, Any]
@@ -50,9 +51,9 @@ class Signals:
         self._pending: int | None = None
 
     def check(self) -> None:
-        """Raise Interrupted if a signal came."""
-        if self._pending is not None:
-            raise Interrupted(self._pending)
+        """Raise Interrupted if a signal came, to whichever process."""
+        if pending := largest(self._pending or 0):
+            raise Interrupted(pending)
 
     def _receive(self, signum: int, frame: FrameType | None) -> None:
         if self._pending is not None and signum == signal.SIGINT:
@@ -107,6 +108,11 @@ class StepResult:
     """Whether the phase ends here."""
 
 
+class _Writers(NamedTuple):
+    metrics: MetricsWriter
+    samples: StepLog
+
+
 @dataclasses.dataclass
 class PhaseLoop:
     """One phase's loop in `phase_dir`."""
@@ -150,14 +156,19 @@ class PhaseLoop:
                 state, meta, done = restored.state, restored.meta, restored.step
                 self.progress.message(f"{self.phase}: resumed after step {done}")
             resume_step = None if restored is None else done
-            with self._writers(resume_step) as (metrics, samples):
+            with self._writers(resume_step) as writers:
                 self.progress.start(self.phase, self.total_steps, done)
-                if self.before is not None and metrics.last_step is None and done == 0:
-                    self._log(metrics, samples, 0, *self.before(state))
-                return self._steps(checkpoints, metrics, samples, state, meta, done, step_function)
+                starts = done == 0 and from_main(lambda: writers is None or writers.metrics.last_step is None)
+                if self.before is not None and starts:
+                    self._log(writers, 0, *self.before(state))
+                return self._steps(checkpoints, writers, state, meta, done, step_function)
 
     @contextmanager
-    def _writers(self, resume_step: int | None) -> Iterator[tuple[MetricsWriter, StepLog]]:
+    def _writers(self, resume_step: int | None) -> Iterator[_Writers | None]:
+        """Those of process 0; None in the others."""
+        if not is_main():
+            yield None
+            return
         wandb = None
         if self.logging.wandb:
             name = f"{self.phase_dir.parent.name}/{self.phase}"
@@ -167,23 +178,22 @@ class PhaseLoop:
             with MetricsWriter(
                 self.phase_dir, resume_step=resume_step, tensorboard=self.logging.tensorboard, wandb=wandb
             ) as metrics:
-                yield metrics, samples
+                yield _Writers(metrics, samples)
         finally:
             samples.close()
 
-    def _log(
-        self, metrics: MetricsWriter, log: StepLog, step: int, row: Metrics, samples: list[dict[str, Any]]
-    ) -> None:
+    def _log(self, writers: _Writers | None, step: int, row: Metrics, samples: list[dict[str, Any]]) -> None:
+        if writers is None:
+            return
         for sample in samples:
-            log.append({"step": step, **sample})
-        metrics.write(step, row)
+            writers.samples.append({"step": step, **sample})
+        writers.metrics.write(step, row)
         self.progress.update(step, row)
 
     def _steps(
         self,
         checkpoints: Checkpoints,
-        metrics: MetricsWriter,
-        samples: StepLog,
+        writers: _Writers | None,
         state: Any,
         meta: Meta,
         done: int,
@@ -197,7 +207,7 @@ class PhaseLoop:
                 done, stopped, best = done + 1, result.stop, result.best_metric
                 state, meta = result.state, result.meta | ({"stopped": True} if result.stop else {})
                 # Before the checkpoint: a kill in between repeats the step and drops its line.
-                self._log(metrics, samples, done, result.metrics, result.samples)
+                self._log(writers, done, result.metrics, result.samples)
                 last = stopped or done == self.total_steps
                 if last or done % self.checkpoint.every == 0 or done in self.keep_steps:
                     self._save(checkpoints, done, state, meta, best)
@@ -219,8 +229,10 @@ class PhaseLoop:
 def write_whole(file: Path, text: str) -> None:
     """Write a file so that a reader, and a run after a kill, sees the old one or the whole new one.
 
-    Raises WriteError.
+    Process 0 writes it; the others do nothing, and do not wait. Raises WriteError.
     """
+    if not is_main():
+        return
     temporary = file.with_suffix(".tmp")
     with writing(file):
         temporary.write_text(text, encoding="utf-8")

@@ -21,6 +21,7 @@ from vcppo_jax.phases.artifacts import (
 )
 from vcppo_jax.phases.workspace import Workspace
 from vcppo_jax.run.checkpoint_read import newest_meta
+from vcppo_jax.run.processes import from_main
 from vcppo_jax.train.learner import Learner
 from vcppo_jax.train.objectives import PolicyObjective, ValueObjective
 from vcppo_jax.train.optimizer import learning_rate_schedule, make_optimizer
@@ -142,6 +143,10 @@ def starting_value_model(workspace: Workspace, policy: Policy, phase: str) -> tu
 
 def value_model_path(workspace: Workspace, phase: str) -> Path | None:
     """Where the value model that `phase` starts with is read from; None for the policy's weights."""
+    return from_main(lambda: _value_model_path(workspace, phase))
+
+
+def _value_model_path(workspace: Workspace, phase: str) -> Path | None:
     config, section = workspace.config, workspace.config.value_model
     if phase == "rl" and "value" in config.phases:
         directory = workspace.run_dir / "value"

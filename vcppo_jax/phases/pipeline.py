@@ -9,12 +9,14 @@ from typing import Any
 
 from vcppo_jax.config import PHASES as ALL_PHASES
 from vcppo_jax.config import Config
+from vcppo_jax.config_load import ConfigError, dump_config
 from vcppo_jax.phases import evaluate, grade, reward, rl, sft, value
 from vcppo_jax.phases.evaluate import accuracy, mean_length
 from vcppo_jax.phases.inputs import check_inputs
 from vcppo_jax.phases.loop import Signals
 from vcppo_jax.phases.workspace import Workspace
 from vcppo_jax.run.metrics import read_metrics
+from vcppo_jax.run.processes import from_main, gather, is_main
 from vcppo_jax.run.progress import summary_table
 from vcppo_jax.run.report import write_report
 
@@ -37,24 +39,41 @@ def run_phases(
     in `Workspace`. Raises ConfigError, before anything is written, where a file that a phase reads is not
     there.
     """
-    due = [phase for phase in phases if phase in again or not finished(Path(config.run_dir) / phase)]
-    check_inputs(config, due)
+    _check_same(config)
+    due = from_main(lambda: _due(config, phases, again))
     with Workspace(config, signals) as workspace:
         for phase in phases:
             workspace.signals.check()
             if phase == "evaluate" and len(phases) > 1 and not workspace.has_validation:
                 workspace.progress.message("evaluate: left out, since data.validation is not set")
                 continue
-            if phase not in again and finished(workspace.run_dir / phase):
+            if phase not in due:
                 workspace.begin(phase)
                 workspace.progress.message(f"{phase}: finished already in {workspace.run_dir / phase}")
                 continue
             PHASES[phase](workspace)
-    rows = summary_rows(Path(config.run_dir))
-    summary_table(
-        rows, headers=("phase", "steps", "held-out accuracy", "response length", "value loss", "expl. var")
-    )
-    return write_report(config.run_dir)
+    if is_main():
+        headers = ("phase", "steps", "held-out accuracy", "response length", "value loss", "expl. var")
+        summary_table(summary_rows(Path(config.run_dir)), headers=headers)
+    return from_main(lambda: write_report(config.run_dir))
+
+
+def _due(config: Config, phases: tuple[str, ...], again: tuple[str, ...]) -> list[str]:
+    """The phases that have to run, their inputs checked."""
+    due = [phase for phase in phases if phase in again or not finished(Path(config.run_dir) / phase)]
+    check_inputs(config, due)
+    return due
+
+
+def _check_same(config: Config) -> None:
+    """Raise ConfigError where a process was started with another configuration than process 0."""
+    configs = gather(dump_config(config))
+    others = [index for index, theirs in enumerate(configs) if theirs != configs[0]]
+    if others:
+        raise ConfigError(
+            f"process {others[0]} was started with another configuration than process 0; start all processes "
+            "with the same file and overrides"
+        )
 
 
 def finished(phase_dir: Path) -> bool:

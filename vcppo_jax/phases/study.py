@@ -19,6 +19,7 @@ from vcppo_jax.phases.loop import Signals, write_json
 from vcppo_jax.phases.networks import updates_in
 from vcppo_jax.phases.pipeline import finished, run_phases
 from vcppo_jax.phases.workspace import Workspace
+from vcppo_jax.run.processes import from_main, is_main
 from vcppo_jax.run.progress import format_duration, write_plain
 from vcppo_jax.run.report import read_phase
 from vcppo_jax.run.study_charts import StudyFigure, unknown_metric
@@ -53,18 +54,18 @@ def run_study(plan: StudyPlan) -> Path:
                 done[run.kind] += 1
                 elapsed = format_duration(time.monotonic() - begun)
                 head = f"{run.kind} {done[run.kind]}/{counts[run.kind]} {run.name} seed {run.seed}"
-                write_plain(sys.stdout, f"=== {plan.title}: {head} ({elapsed} so far)")
+                _say(f"=== {plan.title}: {head} ({elapsed} so far)")
                 lacking = [name for name in run.needs if (name, run.seed) in without_result]
-                passed_over = _is_finished(run)
+                passed_over = from_main(lambda: _is_finished(run))  # noqa: B023  called at once
                 status = _run(run, lacking, signals)
                 if status == "refused":
-                    refused.append(_recorded(run)["message"])
+                    refused.append(from_main(lambda: _recorded(run))["message"])  # noqa: B023
                 if status is not None and run.kind == "stage":
                     without_result.add((run.name, run.seed))
                 if run.kind == "arm" and not passed_over:
-                    write_page(plan)
+                    from_main(lambda: write_page(plan))
     finally:
-        page = write_page(plan)
+        page = from_main(lambda: write_page(plan))
     if refused:
         raise ConfigError("\n".join(refused))
     return page
@@ -77,19 +78,19 @@ def _run(run: StudyRun, lacking: list[str], signals: Signals) -> str | None:
     began with other settings. skipped: a stage that it starts from has no result.
     """
     file = run.run_dir / STATUS_FILE
-    recorded = _recorded(run)
+    recorded = from_main(lambda: _recorded(run))
     if lacking:
         return _record(run, "skipped", f"stage {lacking[0]} of this seed has no result")
     if recorded.get("status") == "failed":
-        write_plain(sys.stdout, f"failed before: {recorded['message']}; remove {file} to try again")
+        _say(f"failed before: {recorded['message']}; remove {file} to try again")
         return "failed"
-    file.unlink(missing_ok=True)
+    from_main(lambda: file.unlink(missing_ok=True))
     try:
-        if _is_finished(run):
+        if from_main(lambda: _is_finished(run)):
             workspace = Workspace(run.config)
             for phase in run.config.phases:
                 workspace.begin(phase)
-            write_plain(sys.stdout, f"finished already in {run.run_dir}")
+            _say(f"finished already in {run.run_dir}")
         else:
             run_phases(run.config, run.config.phases, signals=signals)
             gc.collect()  # the run's programs and states, before the next one makes its own
@@ -105,10 +106,18 @@ def _is_finished(run: StudyRun) -> bool:
 
 
 def _record(run: StudyRun, status: str, message: str) -> str:
-    run.run_dir.mkdir(parents=True, exist_ok=True)
-    write_json(run.run_dir / STATUS_FILE, {"status": status, "message": message})
-    write_plain(sys.stdout, f"{run} {status}: {message}")
+    def write() -> None:
+        run.run_dir.mkdir(parents=True, exist_ok=True)
+        write_json(run.run_dir / STATUS_FILE, {"status": status, "message": message})
+
+    from_main(write)
+    _say(f"{run} {status}: {message}")
     return status
+
+
+def _say(text: str) -> None:
+    if is_main():
+        write_plain(sys.stdout, text)
 
 
 def _recorded(run: StudyRun) -> dict[str, str]:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import functools
-import logging
+import os
 import zlib
 from collections.abc import Callable
 from contextlib import ExitStack
@@ -48,7 +48,8 @@ from vcppo_jax.phases.loop import Interrupted, PhaseLoop, Signals, write_json, w
 from vcppo_jax.rewards.pool import VerifierPool
 from vcppo_jax.run.files import writing
 from vcppo_jax.run.metrics import read_step_log
-from vcppo_jax.run.progress import Progress
+from vcppo_jax.run.processes import from_main, is_main
+from vcppo_jax.run.progress import Progress, Warnings
 from vcppo_jax.sharding import batch_shards, length_shards, make_mesh, rollout_mesh
 
 TASK = "task:"
@@ -116,7 +117,7 @@ class Workspace:
         """The same devices, divided for generation."""
         check_platform(config.model.attention, self.mesh.devices.flat[0].platform)
         self.signals = Signals() if signals is None else signals
-        self.progress = Progress()
+        self.progress = Progress(None if is_main() else open(os.devnull, "w"))  # noqa: SIM115
         self.verifier = VerifierPool(config.verifier.workers)
         self._stack = ExitStack()
 
@@ -129,7 +130,8 @@ class Workspace:
                 f"run_dir={self.run_dir}: expected a directory that is there or can be made, but {problem}; "
                 "choose another run_dir"
             ) from None
-        self._stack.enter_context(_messages(self.progress))
+        if is_main():
+            self._stack.enter_context(Warnings(self.progress))
         self._stack.enter_context(self.verifier)
         self._stack.enter_context(self.progress)
         self._stack.enter_context(self.signals.handled())
@@ -180,6 +182,10 @@ class Workspace:
     def begin(self, phase: str) -> Path:
         """The directory of a phase that starts or goes on; ConfigError if it began with other settings."""
         directory = self.phase_dir(phase)
+        from_main(lambda: self._begin(phase, directory))
+        return directory
+
+    def _begin(self, phase: str, directory: Path) -> None:
         ours = self.config.model_dump(mode="json")
         file = directory / "config.yaml"
         # A phase that came to nothing (a file could not be read) holds nobody to its settings.
@@ -193,7 +199,6 @@ class Workspace:
                 )
         for target in (file, self.run_dir / "config.yaml"):
             write_whole(target, dump_config(self.config))
-        return directory
 
     def loop(self, phase: str, total_steps: int, **options: Any) -> PhaseLoop:
         """The host loop of a phase."""
@@ -211,7 +216,8 @@ class Workspace:
 
     def finish(self, phase: str, summary: dict[str, Any]) -> None:
         """Mark a phase as finished, with what it came to."""
-        write_json(self.phase_dir(phase) / "summary.json", {"finished": True, **summary})
+        file = self.phase_dir(phase) / "summary.json"
+        from_main(lambda: write_json(file, {"finished": True, **summary}))  # the next phase may look for it
 
     # Models and data.
 
@@ -252,7 +258,7 @@ class Workspace:
         if "sft" not in self.config.phases:
             return self.base_policy()
         directory = self.run_dir / "sft"
-        if not (directory / "summary.json").is_file():
+        if not from_main((directory / "summary.json").is_file):
             raise ConfigError(
                 f"phases lists sft, but {directory} holds no finished cold start; run `vcppo sft` with this "
                 "config first, or set phases without sft"
@@ -374,26 +380,3 @@ class Workspace:
 
     def _report(self, report: LoadReport) -> None:
         self.progress.message(str(report))
-
-
-class _messages(logging.Handler):
-    """Shows the package's warnings (a damaged checkpoint that is passed over) above the progress bar."""
-
-    def __init__(self, progress: Progress) -> None:
-        super().__init__(logging.WARNING)
-        self._progress = progress
-
-    def emit(self, record: logging.LogRecord) -> None:
-        """Print one record."""
-        self._progress.message(record.getMessage())
-
-    def __enter__(self) -> Self:
-        logger = logging.getLogger("vcppo_jax")
-        logger.addHandler(self)
-        logger.propagate = False
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        logger = logging.getLogger("vcppo_jax")
-        logger.removeHandler(self)
-        logger.propagate = True

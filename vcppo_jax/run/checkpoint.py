@@ -43,6 +43,7 @@ from vcppo_jax.run.integrity import (
     write_manifest,
 )
 from vcppo_jax.run.leaves import check_arrays, named_leaves, nested, with_elements
+from vcppo_jax.run.processes import from_main, gather, is_main
 
 logger = logging.getLogger(__name__)
 
@@ -72,7 +73,9 @@ class Checkpoints:
     one whose `metrics[keep_best_metric]` is the largest (`keep_best_mode` "max") or smallest ("min"); a step
     without that metric, or with NaN, is never the best. Other steps are deleted once the new one is safe.
 
-    One process at a time writes a directory; `read_params` reads it from any other.
+    One job at a time writes a directory; `read_params` reads it from any other. Of a job of many processes
+    all call every method, at the same point: each writes and reads what its devices hold, and process 0 does
+    the rest, deletions and names included.
     Raises CheckpointError if the directory cannot be written, ValueError on a wrong argument.
     """
 
@@ -96,8 +99,7 @@ class Checkpoints:
         self._current: int | None = None
         self._unopenable: list[int] = []
         self._deleter = ThreadPoolExecutor(1, thread_name_prefix="checkpoint_deleter")
-        self._prepare_directory()
-        self._metrics = {step: metrics_of(self.directory / str(step)) for step in self.steps()}
+        self._metrics = from_main(self._prepare_directory)
         kept: list[policies.PreservationPolicy] = [
             policies.LatestN(keep_last),
             policies.CustomSteps(tuple(keep_steps)),
@@ -115,8 +117,11 @@ class Checkpoints:
             ),
         )
 
-    def _prepare_directory(self) -> None:
-        """Makes the directory, proves that it can be written, and sets aside steps that Orbax cannot open."""
+    def _prepare_directory(self) -> dict[int, dict[str, float]]:
+        """Makes the directory, proves that it can be written, and sets aside steps that Orbax cannot open.
+
+        The metrics of those that are left.
+        """
         probe = self.directory / ".write-probe"
         try:
             self.directory.mkdir(parents=True, exist_ok=True)
@@ -133,6 +138,7 @@ class Checkpoints:
                 target = set_aside(self.directory / str(step))
                 logger.warning("checkpoint %d is damaged (%s); kept as %s", step, problem, target)
                 self._unopenable.append(step)
+        return {step: metrics_of(self.directory / str(step)) for step in self.steps()}
 
     def _empty_deleted(self) -> None:
         """Deletes the steps that are no longer kept, in the background."""
@@ -184,7 +190,7 @@ class Checkpoints:
         self.wait()
         if step == self._current:
             return False
-        if step in self.steps():
+        if is_main() and step in self.steps():
             raise CheckpointError(
                 f"checkpoints: {self.directory / str(step)} is there already and is not overwritten; "
                 "move it away, or resume from the newest step"
@@ -232,12 +238,13 @@ class Checkpoints:
         step = self._saving[0]
         try:
             self._manager.wait_until_finished()
-            if step not in self.steps():
+            if is_main() and step not in self.steps():
                 raise OSError("the writer ended without an error, but the step is not there")
         except Exception as error:
             raise self._save_failed(step, error) from error
         self._saving, self._current = None, step
-        self._empty_deleted()
+        if is_main():
+            self._empty_deleted()
 
     def close(self) -> None:
         """Waits for the running save and for deletions. Raises CheckpointError if the save failed."""
@@ -259,13 +266,26 @@ class Checkpoints:
         self.wait()
         damaged: dict[int, str] = {}
         restored = None
-        for step in reversed(self.steps()):
+        for step in reversed(from_main(self.steps)):
+            problem = None
             try:
                 restored = read_step(self.directory / str(step), abstract_state)
-                break
             except Damaged as found:
-                damaged[step] = str(found)
-        if restored is None and (damaged or set_aside_steps(self.directory)):
+                problem = str(found)
+            problems = [found for found in gather(problem) if found is not None]
+            if not problems:
+                break
+            damaged[step], restored = problems[0], None
+        from_main(lambda: self._tidy_up(damaged, None if restored is None else restored.step))
+        for step in damaged:
+            self._metrics.pop(step, None)
+        self._manager.reload()
+        self._current = None if restored is None else restored.step
+        return restored
+
+    def _tidy_up(self, damaged: Mapping[int, str], used_step: int | None) -> None:
+        """Sets aside what is damaged, removes what is half written. CheckpointError if all are damaged."""
+        if used_step is None and (damaged or set_aside_steps(self.directory)):
             listed = [f"{step}: {problem}" for step, problem in damaged.items()] + [
                 f"{path.name}: set aside earlier"
                 for paths in set_aside_steps(self.directory).values()
@@ -275,11 +295,10 @@ class Checkpoints:
                 f"checkpoints: none in {self.directory} is intact ({'; '.join(listed)}); "
                 "put back an intact one, or move the directory away to start from the beginning"
             )
-        used = "starting from the beginning" if restored is None else f"using step {restored.step}"
+        used = "starting from the beginning" if used_step is None else f"using step {used_step}"
         for step, problem in damaged.items():
             target = set_aside(self.directory / str(step))
             logger.warning("checkpoint %d is damaged (%s); kept as %s; %s", step, problem, target, used)
-            self._metrics.pop(step, None)
         if self._unopenable:
             logger.warning("instead of damaged checkpoints %s: %s", self._unopenable, used)
             self._unopenable.clear()
@@ -287,9 +306,6 @@ class Checkpoints:
             logger.warning("checkpoint %d in %s was only half written; %s", step, self.directory, used)
             for path in paths:
                 path.rmtree()
-        self._manager.reload()
-        self._current = None if restored is None else restored.step
-        return restored
 
     def restore(self, step: int, abstract_state: Any) -> Restored:
         """The checkpoint of `step`, as `restore_latest` reads it.

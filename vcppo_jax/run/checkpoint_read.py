@@ -22,6 +22,7 @@ from etils import epath
 
 from vcppo_jax.run.integrity import CheckpointError, damage, has_manifest, steps_of
 from vcppo_jax.run.leaves import first_difference, named_leaves, nested, read_leaves, stored_leaves
+from vcppo_jax.run.processes import from_main
 
 logger = logging.getLogger(__name__)
 
@@ -105,9 +106,10 @@ def _reading(directory: epath.Path) -> Iterator[None]:
 def read_step(directory: epath.Path, abstract_state: Any) -> Restored:
     """The checkpoint in a step's directory, with the pytree and the shardings of `abstract_state`.
 
-    Raises Damaged, CheckpointMismatch, or CheckpointError if Orbax cannot read intact files.
+    Process 0 verifies the files for all; each process reads what its devices need. Raises Damaged,
+    CheckpointMismatch, or CheckpointError if Orbax cannot read intact files.
     """
-    if (problem := damage(directory)) is not None:
+    if (problem := from_main(lambda: damage(directory))) is not None:
         raise Damaged(problem)
     wanted = named_leaves(abstract_state)
     with _reading(directory):
@@ -134,7 +136,7 @@ def read_params(
     `abstract` says.
     """
     quiet_orbax()
-    directory = _intact_step(epath.Path(path).absolute(), item)
+    directory = from_main(lambda: _intact_step(epath.Path(path).absolute(), item))
     try:
         with _reading(directory):
             return _read_subtree(directory, abstract, subtree, item)
@@ -195,7 +197,7 @@ def newest_meta(path: str | epath.PathLike) -> dict[str, Any]:
     Raises CheckpointError as `read_params` does.
     """
     quiet_orbax()
-    return read_meta(_intact_step(epath.Path(path).absolute(), "state"))
+    return from_main(lambda: read_meta(_intact_step(epath.Path(path).absolute(), "state")))
 
 
 def reason(error: BaseException) -> str:

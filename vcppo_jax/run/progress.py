@@ -6,6 +6,7 @@ are also what TERM=dumb and notebooks get. NO_COLOR is respected by the bar.
 
 from __future__ import annotations
 
+import logging
 import os
 import sys
 import time
@@ -13,7 +14,7 @@ from collections import deque
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from statistics import fmean
 from types import TracebackType
-from typing import Any, TextIO
+from typing import Any, Self, TextIO
 
 from rich.console import Console, RenderableType
 from rich.progress import BarColumn, MofNCompleteColumn, ProgressColumn, Task, TextColumn
@@ -233,6 +234,31 @@ class Progress:
 
     def _line(self, text: str) -> None:
         write_plain(self._file, text)
+
+
+class Warnings(logging.Handler):
+    """Shows the package's warnings (a damaged checkpoint that is passed over) above the progress bar."""
+
+    def __init__(self, progress: Progress) -> None:
+        super().__init__(logging.WARNING)
+        self._progress = progress
+
+    def emit(self, record: logging.LogRecord) -> None:
+        """Print one record."""
+        self._progress.message(record.getMessage())
+
+    def __enter__(self) -> Self:
+        """Take over the package's logger."""
+        logger = logging.getLogger("vcppo_jax")
+        logger.addHandler(self)
+        logger.propagate = False
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        """Give it back."""
+        logger = logging.getLogger("vcppo_jax")
+        logger.removeHandler(self)
+        logger.propagate = True
 
 
 def _metrics_text(shown: Sequence[tuple[str, str]]) -> Text | None:

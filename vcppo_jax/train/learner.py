@@ -13,7 +13,7 @@ from jax.sharding import Mesh
 
 from vcppo_jax.data.packing import Packing
 from vcppo_jax.models.specs import is_spec, param_shardings
-from vcppo_jax.sharding import DEFAULT_LAYOUT, named_sharding
+from vcppo_jax.sharding import DEFAULT_LAYOUT, named_sharding, put, to_host
 from vcppo_jax.train.minibatches import MiniBatch
 from vcppo_jax.train.updates import (
     LossFunction,
@@ -33,7 +33,7 @@ class NonFiniteError(RuntimeError):
 
 def put_batch(batch: PackedBatch, mesh: Mesh) -> PackedBatch:
     """The packed batch [M, R, L] on the mesh, its rows split over the batch axes."""
-    return jax.device_put(batch, named_sharding(mesh, (None, "batch", "length")))
+    return put(batch, named_sharding(mesh, (None, "batch", "length")))
 
 
 class Learner:
@@ -87,7 +87,7 @@ class Learner:
         """
         batch = put_batch(packing.batch(fields), self.mesh)
         state, info = self._update(state, batch, np.int32(packing.micro_batches))
-        numbers = {name: float(x) for name, x in jax.device_get(info).items()}
+        numbers = {name: float(x) for name, x in to_host(info).items()}
         numbers["packing_efficiency"] = packing.efficiency
         if numbers["skipped_in_row"] >= self.max_skipped:
             raise NonFiniteError(
@@ -118,4 +118,4 @@ class Scorer:
     def __call__(self, params: Params, packing: Packing) -> np.ndarray:
         """[B, T] float32; 0 beyond each response."""
         batch = put_batch(packing.batch({}), self._mesh)
-        return packing.gather(self._score(params, batch, np.int32(packing.micro_batches)))
+        return packing.gather(to_host(self._score(params, batch, np.int32(packing.micro_batches))))

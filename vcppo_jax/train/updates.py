@@ -12,11 +12,12 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 import optax
 from flax import struct
 from jax.sharding import Mesh
 
-from vcppo_jax.sharding import replicated
+from vcppo_jax.sharding import put, replicated
 from vcppo_jax.types import PackedBatch
 
 Params = Any
@@ -53,7 +54,7 @@ def state_shardings(
 def new_state(optimizer: optax.GradientTransformation, params: Params, shardings: TrainState) -> TrainState:
     """The state before the first update."""
     opt_state = jax.jit(optimizer.init, out_shardings=shardings.opt_state)(params)
-    updates = jax.device_put(jnp.int32(0), shardings.updates)
+    updates = put(np.int32(0), shardings.updates)  # type: ignore[arg-type]
     return TrainState(params=params, opt_state=opt_state, updates=updates)
 
 
