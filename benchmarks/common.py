@@ -10,11 +10,21 @@ import shlex
 import statistics
 import subprocess
 import sys
-from collections.abc import Callable, Mapping, Sequence
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
+import numpy as np
+
 Answer = dict[str, Any]
+PAD = 0
+
+ADAMW = {"learning_rate": 1e-6, "beta1": 0.9, "beta2": 0.999, "eps": 1e-8, "weight_decay": 0.01}
+MAX_GRAD_NORM, CLIP, VALUE_CLIP = 1.0, 0.2, 0.2
+GAMMA, LAMBDA = 1.0, 0.95
+"""The optimizer of both networks and PPO's numbers, for every library."""
 
 
 def machine() -> str:
@@ -74,6 +84,30 @@ def alternate(peers: Mapping[str, Callable[[], float]], repeats: int) -> dict[st
             numbers[name].append(measure())
         print(f"repeat {repeat + 1} of {repeats} done", file=sys.stderr, flush=True)
     return numbers
+
+
+def rewards_of(count: int) -> np.ndarray:
+    """[count] float32: 1 and -1 in turn, where no verifier is part of the work."""
+    return np.where(np.arange(count) % 2 == 0, 1.0, -1.0).astype(np.float32)
+
+
+def mini_batch_order(count: int) -> np.ndarray:
+    """[count]: the order in which an iteration's samples go into mini-batches, ours and every peer's."""
+    return np.random.default_rng([0]).permutation(count)
+
+
+class Stages:
+    """Seconds of the stages of some work, by their names."""
+
+    def __init__(self) -> None:
+        self.seconds: dict[str, float] = {}
+
+    @contextmanager
+    def __call__(self, stage: str) -> Iterator[None]:
+        """Count the block's time to `stage`; what it starts on a device must be waited for in it."""
+        start = time.perf_counter()
+        yield
+        self.seconds[stage] = self.seconds.get(stage, 0.0) + time.perf_counter() - start
 
 
 class Worker:

@@ -29,10 +29,9 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-from common import Answer, Worker, alternate, print_head, print_table, serve, spread, versions
+from common import PAD, Answer, Worker, alternate, print_head, print_table, serve, spread, versions
 from shapes import SMOLLM2, TINY, write_model
 
-PAD = 0
 MEDIAN, P99, P99_SCORE = 200, 2000, 2.326
 """Median and 99th percentile of the log-normal lengths; the normal distribution's 99th percentile."""
 
@@ -70,8 +69,9 @@ def ours() -> Generate:
 def transformers() -> Generate:
     import functools
 
+    import peer_torch
     import torch
-    from transformers import AutoModelForCausalLM, GenerationConfig
+    from transformers import AutoModelForCausalLM
 
     @functools.cache
     def model_of(path: str) -> Any:
@@ -80,51 +80,16 @@ def transformers() -> Generate:
     def generate(
         model: str, prompts: list[list[int]], batch: int, new: int, eos: int | None, seed: int
     ) -> list[int]:
-        network = model_of(model)
-        network.generation_config = GenerationConfig(
-            max_new_tokens=new,
-            do_sample=True,
-            temperature=1.0,
-            top_k=0,
-            top_p=1.0,
-            eos_token_id=eos,
-            pad_token_id=PAD,
-        )
-        torch.manual_seed(seed)
-        lengths = []
-        for start in range(0, len(prompts), batch):
-            tokens = torch.tensor(prompts[start : start + batch])
-            with torch.inference_mode():
-                out = network.generate(tokens, attention_mask=torch.ones_like(tokens))
-            lengths += lengths_until(out[:, tokens.shape[1] :].numpy(), eos)
-        return lengths
+        made = peer_torch.generate(model_of(model), prompts, batch=batch, new=new, eos=eos, seed=seed)
+        return [len(response) for response in made]
 
     return generate
-
-
-class Numbers:
-    """A tokenizer for Tunix, whose text is the ids."""
-
-    def encode(self, text: str) -> list[int]:
-        return [int(number) for number in text.split()]
-
-    def decode(self, ids: list[int]) -> str:
-        return " ".join(map(str, ids))
-
-    def bos_id(self) -> int:
-        return 0  # Tunix then puts none in front
-
-    def eos_id(self) -> int:
-        return -1
-
-    def pad_id(self) -> int:
-        return PAD
 
 
 def tunix() -> Generate:
     import functools
 
-    from peer_tunix import load_llama
+    from peer_tunix import Numbers, load_llama
     from tunix.generate.sampler import CacheConfig, Sampler
 
     llama_of = functools.cache(load_llama)
@@ -166,14 +131,6 @@ PACKAGES = {
 }
 
 
-def lengths_until(tokens: np.ndarray, eos: int | None) -> list[int]:
-    """The length of each row [T] of `tokens`, up to its first EOS, which counts."""
-    if eos is None:
-        return [tokens.shape[1]] * len(tokens)
-    ended = tokens == eos
-    return np.where(ended.any(1), ended.argmax(1) + 1, tokens.shape[1]).tolist()
-
-
 def work(name: str) -> None:
     """The process of one library."""
     generate = PEERS[name]()
@@ -195,10 +152,10 @@ def work(name: str) -> None:
     serve(handle)
 
 
-def lognormal_lengths(samples: int, cap: int) -> np.ndarray:
-    """[samples] response lengths, from 1 to `cap`."""
+def lognormal_lengths(samples: int, cap: int, median: float = MEDIAN) -> np.ndarray:
+    """[samples] response lengths, from 1 to `cap`; the 99th percentile is 10 times the median."""
     sigma = np.log(P99 / MEDIAN) / P99_SCORE
-    drawn = np.random.default_rng(0).lognormal(np.log(MEDIAN), sigma, samples)
+    drawn = np.random.default_rng(0).lognormal(np.log(median), sigma, samples)
     return np.clip(np.rint(drawn), 1, cap).astype(int)
 
 

@@ -12,15 +12,30 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import optax
+from common import (
+    ADAMW,
+    CLIP,
+    GAMMA,
+    LAMBDA,
+    MAX_GRAD_NORM,
+    PAD,
+    VALUE_CLIP,
+    Answer,
+    Stages,
+    mini_batch_order,
+    rewards_of,
+)
 from flax import nnx
 from tunix.models.llama3.model import Llama3, ModelConfig, RematConfig
 from tunix.models.llama3.params import create_model_from_safe_tensors
 from tunix.rl import algo_core, common
 from tunix.rl.ppo.ppo_learner import PPOConfig, TrainExample
+from tunix.rl.rollout.base_rollout import CacheConfig, RolloutConfig
+from tunix.rl.rollout.vanilla_rollout import VanillaRollout
 from tunix.rl.trainer import Trainer
 from tunix.sft.peft_trainer import TrainingConfig
 
-PAD, EOS = 0, -1
+EOS = -1
 REMAT = {"none": RematConfig.NONE, "full": RematConfig.DECODER}
 
 
@@ -66,17 +81,71 @@ class Critic(nnx.Module):
         return self.llama(tokens, positions, cache, attention_mask)
 
 
+class Numbers:
+    """A tokenizer for Tunix, whose text is the ids."""
+
+    def encode(self, text: str) -> list[int]:
+        return [int(number) for number in text.split()]
+
+    def decode(self, ids: list[int]) -> str:
+        return " ".join(map(str, ids))
+
+    def bos_id(self) -> int:
+        return 0  # Tunix then puts none in front
+
+    def eos_id(self) -> int:
+        return -1
+
+    def pad_id(self) -> int:
+        return PAD
+
+
+class Updates:
+    """Tunix's trainers for its PPO, of both networks; micro-batches are `TrainExample`s."""
+
+    def __init__(self, actor: nnx.Module, critic: nnx.Module, micro_batches: int) -> None:
+        """`micro_batches`: of how many the gradients add up to one update."""
+        ppo = PPOConfig(epsilon=CLIP, beta=0.0)
+        self._micro_batches = micro_batches
+        self._models = {"actor": actor, "critic": critic}
+        self._trainers = {
+            "actor": self._trainer(actor, algo_core.ppo_policy_loss_fn, {"algo_config": ppo}),
+            "critic": self._trainer(critic, algo_core.ppo_value_loss_fn, {"clip_range_value": VALUE_CLIP}),
+        }
+
+    def _trainer(self, model: nnx.Module, loss: Callable[..., Any], more: dict[str, Any]) -> Trainer:
+        adamw = optax.adamw(
+            ADAMW["learning_rate"],
+            b1=ADAMW["beta1"],
+            b2=ADAMW["beta2"],
+            eps=ADAMW["eps"],
+            weight_decay=ADAMW["weight_decay"],
+        )
+        trainer = Trainer(
+            model,
+            optax.chain(optax.clip_by_global_norm(MAX_GRAD_NORM), adamw),
+            TrainingConfig(eval_every_n_steps=10**9, gradient_accumulation_steps=self._micro_batches),
+            custom_checkpoint_metadata_fn=dict,
+        )
+        trainer.is_managed_externally = True
+        trainer.with_loss_fn(loss, has_aux=True)
+        ids = {"pad_id": PAD, "eos_id": EOS}
+        trainer.with_gen_model_input_fn(lambda example: {"train_example": example} | more | ids)
+        return trainer
+
+    def step(self, name: str, examples: list[TrainExample]) -> tuple[float, float]:
+        """One update of a network; (loss, mean of the micro-batches' gradient norms)."""
+        assert len(examples) == self._micro_batches
+        trainer = self._trainers[name]
+        trainer.train(examples)
+        jax.block_until_ready(nnx.state(self._models[name]))
+        metrics = trainer._prev_buffered_train_metrics
+        norms, mean = metrics.additional_metrics["grad_norm"]
+        return float(metrics.loss), float(mean([np.asarray(x) for x in norms]))
+
+
 def make_trainers(
-    path: str | Path,
-    data: dict[str, np.ndarray],
-    *,
-    micro_batch: int,
-    remat: str,
-    learning_rate: float,
-    adamw: dict[str, float],
-    max_grad_norm: float,
-    clip: float,
-    value_clip: float,
+    path: str | Path, data: dict[str, np.ndarray], *, micro_batch: int, remat: str
 ) -> dict[str, Callable[[], tuple[float, float]]]:
     """Name of the network -> its update, see update.py."""
     actor = load_llama(path, remat_config=REMAT[remat])
@@ -102,30 +171,103 @@ def make_trainers(
         )
         for batch in batches
     ]
-    ids = {"pad_id": PAD, "eos_id": EOS}
-    ppo = PPOConfig(epsilon=clip, beta=0.0)
+    updates = Updates(actor, critic, len(examples))
+    return {name: lambda n=name: updates.step(n, examples) for name in ("actor", "critic")}
 
-    def stepper(model: nnx.Module, loss: Callable[..., Any], more: dict[str, Any]) -> Any:
-        trainer = Trainer(
-            model,
-            optax.chain(optax.clip_by_global_norm(max_grad_norm), optax.adamw(learning_rate, **adamw)),
-            TrainingConfig(eval_every_n_steps=10**9, gradient_accumulation_steps=len(examples)),
-            custom_checkpoint_metadata_fn=dict,
+
+class PPO:
+    """An iteration as Tunix's `PPOLearner` makes it: whole batches, everything padded to the limit."""
+
+    def __init__(self, path: str, work: Answer) -> None:
+        self._work, remat = work, REMAT[work["remat"]]
+        self._actor = load_llama(path, remat_config=remat)
+        self._critic = Critic(load_llama(path, remat_config=remat))
+        self._updates = Updates(self._actor, self._critic, work["mini_batch"] // work["micro_batch"])
+        shape = {
+            name: getattr(self._actor.config, name) for name in ("num_layers", "num_kv_heads", "head_dim")
+        }
+        size = work["prompt_tokens"] + work["cap"]
+        self._rollout = VanillaRollout(self._actor, Numbers(), CacheConfig(cache_size=size, **shape))
+
+    def _generate(self, prompts: list[list[int]], seed: int) -> list[np.ndarray]:
+        """The responses, with the EOS that Tunix leaves out."""
+        work, made = self._work, []
+        config = RolloutConfig(
+            max_tokens_to_generate=work["cap"],
+            max_prompt_length=work["prompt_tokens"],
+            temperature=1.0,
+            top_p=1.0,
+            seed=seed,
+            eos_tokens=[work["eos"]],
+            return_logprobs=True,
         )
-        trainer.is_managed_externally = True
-        trainer.with_loss_fn(loss, has_aux=True)
-        trainer.with_gen_model_input_fn(lambda example: {"train_example": example} | more | ids)
+        for start in range(0, len(prompts), work["batch"]):
+            texts = [" ".join(map(str, prompt)) for prompt in prompts[start : start + work["batch"]]]
+            for tokens in self._rollout.generate(texts, config).tokens:
+                full = np.append(np.asarray(tokens, np.int32), np.int32(work["eos"]))
+                made.append(full[: work["cap"]])
+        return made
 
-        def step() -> tuple[float, float]:
-            trainer.train(examples)
-            jax.block_until_ready(nnx.state(model))
-            metrics = trainer._prev_buffered_train_metrics
-            norms, mean = metrics.additional_metrics["grad_norm"]
-            return float(metrics.loss), float(mean([np.asarray(x) for x in norms]))
+    def _values(self, rows: dict[str, jax.Array]) -> jax.Array:
+        scores = common.compute_score(self._critic, rows["prompts"], rows["responses"], PAD, EOS)
+        return scores[:, -self._work["cap"] - 1 : -1] * rows["mask"]
 
-        return step
+    def iterate(self, prompts: list[list[int]], seed: int, stage: Stages) -> Answer:
+        """What iteration.py wants to know of an iteration."""
+        work, count = self._work, len(prompts)
+        with stage("generate"):
+            made = self._generate(prompts, seed)
+        lengths = np.asarray([len(response) for response in made])
+        padded = np.stack([np.pad(response, (0, work["cap"] - len(response))) for response in made])
+        fields = {"prompts": jnp.asarray(prompts, jnp.int32), "responses": jnp.asarray(padded)}
+        fields["mask"] = fields["responses"] != PAD
 
-    return {
-        "actor": stepper(actor, algo_core.ppo_policy_loss_fn, {"algo_config": ppo}),
-        "critic": stepper(critic, algo_core.ppo_value_loss_fn, {"clip_range_value": value_clip}),
-    }
+        def micro_batch(rows: Any) -> dict[str, jax.Array]:
+            return {name: x[rows] for name, x in fields.items()}
+
+        parts = np.arange(count).reshape(-1, work["micro_batch"])
+        with stage("old_log_prob"):
+            logps = [
+                self._rollout.get_per_token_logps(fields["prompts"][rows], fields["responses"][rows])
+                for rows in parts
+            ]
+            fields["old_logprobs"] = jax.block_until_ready(jnp.concatenate(logps))
+        with stage("values"):
+            values = [self._values(micro_batch(rows)) for rows in parts]
+            fields["old_values"] = jax.block_until_ready(jnp.concatenate(values))
+        with stage("adv"):
+            rewards = jnp.zeros((count, work["cap"])).at[np.arange(count), lengths - 1].add(rewards_of(count))
+            fields["advantages"], fields["returns"] = jax.block_until_ready(
+                algo_core.compute_gae_advantages(rewards, fields["old_values"], fields["mask"], GAMMA, LAMBDA)
+            )
+        losses: dict[str, list[float]] = {"critic": [], "actor": []}
+        mini_batches = mini_batch_order(count).reshape(
+            -1, work["mini_batch"] // work["micro_batch"], work["micro_batch"]
+        )
+        for name, found in losses.items():
+            with stage(f"update_{name}"):
+                for rows_of_parts in mini_batches:
+                    examples = [self._example(micro_batch(rows)) for rows in rows_of_parts]
+                    found.append(self._updates.step(name, examples)[0])
+        with stage("generate"):  # the next one needs the weights
+            self._rollout.update_params(nnx.state(self._actor, nnx.Param), (nnx.Param,))
+        positions = count * (work["prompt_tokens"] + work["cap"])
+        return {"lengths": lengths.tolist(), "losses": losses, "positions": positions}
+
+    def _example(self, rows: dict[str, jax.Array]) -> TrainExample:
+        return TrainExample(
+            prompt_ids=rows["prompts"],
+            prompt_mask=jnp.ones_like(rows["prompts"]),
+            completion_ids=rows["responses"],
+            completion_mask=rows["mask"],
+            ref_per_token_logps=None,
+            advantages=rows["advantages"],
+            returns=rows["returns"],
+            old_values=rows["old_values"],
+            old_per_token_logps=rows["old_logprobs"],
+        )
+
+
+def make_iteration(path: str, work: Answer) -> Callable[[list[list[int]], int, Stages], Answer]:
+    """From (prompts, seed, stages) to what iteration.py wants to know of an iteration."""
+    return PPO(path, work).iterate

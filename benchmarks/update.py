@@ -51,9 +51,6 @@ from common import (
 )
 from shapes import SMOLLM2, TINY, write_model
 
-LEARNING_RATE, BETAS, EPS, WEIGHT_DECAY, MAX_GRAD_NORM = 1e-6, (0.9, 0.999), 1e-8, 0.01, 1.0
-CLIP, VALUE_CLIP = 0.2, 0.2
-
 Data = dict[str, np.ndarray]
 """prompts [B, P], responses [B, T], and advantages, returns, old_values [B, T]."""
 Step = Callable[[], tuple[float, float]]
@@ -75,60 +72,26 @@ def make_data(vocab: int, sequences: int, prompt: int, response: int) -> Data:
 
 def ours(path: str, data: Data, micro_batch: int, remat: str) -> dict[str, Step]:
     """Our two updates, compiled when they are first called."""
-    from vcppo_jax.data.packing import PackShape
-    from vcppo_jax.models.hf import load_policy
-    from vcppo_jax.models.specs import weight_specs
-    from vcppo_jax.phases.artifacts import value_model_from_policy
-    from vcppo_jax.sharding import make_mesh
-    from vcppo_jax.train.learner import Learner, Scorer
-    from vcppo_jax.train.minibatches import Samples, mini_batches
-    from vcppo_jax.train.objectives import LogprobScore, PolicyObjective, ValueObjective
-    from vcppo_jax.train.optimizer import learning_rate_schedule, make_optimizer
+    from ours import make_networks
 
-    mesh = make_mesh({})
-    policy = load_policy(path, remat=remat, mesh=mesh)
-    config = policy.config
-    value_model, _ = value_model_from_policy(policy, mesh, head_bias=False)
+    from vcppo_jax.data.packing import PackShape
+    from vcppo_jax.train.minibatches import Samples, mini_batches
+
+    networks = make_networks(path, remat)
     count, length = data["responses"].shape
     shape = PackShape(count // micro_batch, micro_batch, data["prompts"].shape[1] + length)
     samples = Samples(data["prompts"].tolist(), data["responses"], np.full(count, length), lambda _: shape)
-    old_logprobs = Scorer(LogprobScore(config, temperature=1.0), mesh)(policy.params, samples.pack())
-    schedule = learning_rate_schedule(
-        learning_rate=LEARNING_RATE, warmup_steps=0, schedule="constant", updates=1
-    )
-    optimizer = make_optimizer(
-        schedule,
-        beta1=BETAS[0],
-        beta2=BETAS[1],
-        eps=EPS,
-        weight_decay=WEIGHT_DECAY,
-        max_grad_norm=MAX_GRAD_NORM,
-    )
-    actor_objective = PolicyObjective(
-        config=config,
-        temperature=1.0,
-        policy_loss="ppo",
-        clip_low=CLIP,
-        clip_high=CLIP,
-        dual_clip=None,
-        importance=False,
-        kl_kind=None,
-        entropy_coef=0.0,
-        positive_nll_coef=0.0,
-        sft_coef=0.0,
-    )
-    critic_objective = ValueObjective(config=config, clip=VALUE_CLIP)
+    old_logprobs = networks.score_logprobs(networks.policy.params, samples.pack())
     fields = {
         "actor": {"old_logprobs": old_logprobs, "advantages": data["advantages"]},
         "critic": {"old_values": data["old_values"], "returns": data["returns"]},
     }
 
-    def stepper(name: str, params: Any, specs: Any, objective: Any) -> Step:
-        learner = Learner(name, specs, objective, optimizer, mesh, max_skipped=1)
+    def stepper(learner: Any, params: Any) -> Step:
         state = learner.new_state(params)
         ((packing, chosen),) = mini_batches(
             samples,
-            fields[name],
+            fields[learner.name],
             epochs=1,
             mini_batch_size=count,
             aggregation="token-mean",
@@ -144,99 +107,37 @@ def ours(path: str, data: Data, micro_batch: int, remat: str) -> dict[str, Step]
         return step
 
     return {
-        "actor": stepper("actor", policy.params, weight_specs(config, head="lm"), actor_objective),
-        "critic": stepper(
-            "critic",
-            value_model.params,
-            weight_specs(config, head="value", head_bias=False),
-            critic_objective,
-        ),
+        "actor": stepper(networks.actor, networks.policy.params),
+        "critic": stepper(networks.critic, networks.value_model.params),
     }
 
 
 def plain_torch(path: str, data: Data, micro_batch: int, remat: str) -> dict[str, Step]:
     """A plain step on transformers' model."""
     import torch
-    from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForTokenClassification
+    from peer_torch import load_models, logprobs, make_update
 
-    config = AutoConfig.from_pretrained(path, num_labels=1)
-    models = {
-        "actor": AutoModelForCausalLM.from_pretrained(path, dtype=torch.float32),
-        "critic": AutoModelForTokenClassification.from_pretrained(path, config=config, dtype=torch.float32),
-    }
-    models["critic"].dropout = torch.nn.Identity()  # 10 % by default
-    for parameter in models["critic"].score.parameters():
-        torch.nn.init.zeros_(parameter)
-    for model in models.values():
-        model.train()
-        if remat == "full":
-            model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
+    models = load_models(path, remat)
     tensors = {name: torch.from_numpy(x) for name, x in data.items()}
-    tokens = torch.cat([tensors["prompts"], tensors["responses"]], 1).long()
-    prompt = tensors["prompts"].shape[1]
-    micro_batches = torch.arange(len(tokens)).split(micro_batch)
-    count = tensors["responses"].numel()
-
-    def read(model: Any, rows: Any) -> Any:
-        """[R, T, V] or [R, T, 1]: what is read where each response token is predicted."""
-        return model(tokens[rows], use_cache=False).logits[:, prompt - 1 : -1]
-
-    def logprobs(rows: Any) -> Any:
-        logits = read(models["actor"], rows)
-        chosen = logits.gather(-1, tokens[rows, prompt:, None])[..., 0]
-        return chosen - logits.logsumexp(-1)
-
+    fields = {name: tensors[name] for name in ("advantages", "returns", "old_values")}
+    fields["tokens"] = torch.cat([tensors["prompts"], tensors["responses"]], 1).long()
+    fields["mask"] = torch.ones_like(fields["advantages"])
+    batches = [
+        {name: x[rows] for name, x in fields.items()}
+        for rows in torch.arange(len(fields["tokens"])).split(micro_batch)
+    ]
     with torch.no_grad():
-        old_logprobs = torch.cat([logprobs(rows) for rows in micro_batches])
-
-    def actor_loss(rows: Any) -> Any:
-        ratio = (logprobs(rows) - old_logprobs[rows]).exp()
-        advantages = tensors["advantages"][rows]
-        clipped = ratio.clamp(1 - CLIP, 1 + CLIP)
-        return torch.maximum(-ratio * advantages, -clipped * advantages).sum() / count
-
-    def critic_loss(rows: Any) -> Any:
-        values, old = read(models["critic"], rows)[..., 0], tensors["old_values"][rows]
-        clipped = old + (values - old).clamp(-VALUE_CLIP, VALUE_CLIP)
-        returns = tensors["returns"][rows]
-        return 0.5 * torch.maximum((values - returns) ** 2, (clipped - returns) ** 2).sum() / count
-
-    def stepper(model: Any, loss_of: Callable[[Any], Any]) -> Step:
-        options = {"lr": LEARNING_RATE, "betas": BETAS, "eps": EPS, "weight_decay": WEIGHT_DECAY}
-        optimizer = torch.optim.AdamW(model.parameters(), **options, fused=True)
-
-        def step() -> tuple[float, float]:
-            total = 0.0
-            for rows in micro_batches:
-                loss = loss_of(rows)
-                loss.backward()
-                total += loss.item()
-            norm = torch.nn.utils.clip_grad_norm_(model.parameters(), MAX_GRAD_NORM)
-            optimizer.step()
-            optimizer.zero_grad(set_to_none=True)
-            return total, norm.item()
-
-        return step
-
-    return {"actor": stepper(models["actor"], actor_loss), "critic": stepper(models["critic"], critic_loss)}
+        for batch in batches:
+            batch["old_logprobs"] = logprobs(models["actor"], batch["tokens"], batch["mask"].shape[1])
+    updates = {name: make_update(name, model) for name, model in models.items()}
+    return {name: lambda u=update: u(batches) for name, update in updates.items()}
 
 
 def tunix(path: str, data: Data, micro_batch: int, remat: str) -> dict[str, Step]:
     """Tunix's trainer; the gradient norm is the mean of the micro-batches' norms."""
     from peer_tunix import make_trainers
 
-    optimizer = {"b1": BETAS[0], "b2": BETAS[1], "eps": EPS, "weight_decay": WEIGHT_DECAY}
-    return make_trainers(
-        path,
-        data,
-        micro_batch=micro_batch,
-        remat=remat,
-        learning_rate=LEARNING_RATE,
-        adamw=optimizer,
-        max_grad_norm=MAX_GRAD_NORM,
-        clip=CLIP,
-        value_clip=VALUE_CLIP,
-    )
+    return make_trainers(path, data, micro_batch=micro_batch, remat=remat)
 
 
 PEERS = {"ours": ours, "torch": plain_torch, "tunix": tunix}

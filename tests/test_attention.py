@@ -136,8 +136,16 @@ ROWS = {
 }
 
 
-@pytest.mark.parametrize("mesh", [None, {"fsdp": 2, "tensor": 4}], ids=["one device", "mesh"])
-@pytest.mark.parametrize("rows", ROWS)
+@pytest.mark.parametrize(
+    ("mesh", "rows"),
+    [
+        (None, "fits"),
+        ({"fsdp": 2, "tensor": 4}, "fits"),
+        ({"fsdp": 2, "tensor": 4}, "too many segments"),
+        ({"fsdp": 2, "sequence": 4}, "fits"),
+    ],
+    ids=str,
+)
 def test_packed_rows_reach_cudnn_as_offsets_and_lengths(monkeypatch, rows, mesh):
     monkeypatch.setattr(module, "CUDNN_TOKENS_PER_SEGMENT", 8)
     calls = []
@@ -156,6 +164,17 @@ def test_packed_rows_reach_cudnn_as_offsets_and_lengths(monkeypatch, rows, mesh)
     np.testing.assert_allclose(out, expected, atol=0.02)
     as_float = functools.partial(jax.tree.map, lambda x: np.asarray(x, np.float32))
     assert_trees_close(as_float(gradients), as_float(expected_gradients), atol=0.1)
+
+
+@pytest.mark.parametrize("length", [40, 42], ids="length {}".format)
+def test_heads_that_the_parts_of_a_row_do_not_divide_are_filled_up(length):
+    # Six heads for four parts; a length of 42 has no four equal parts and stays whole.
+    arrays, segment_ids = inputs(2, length, 6, 2, 8), packed_ids((17, 23), (length,))
+    expected, expected_gradients = output_and_gradients(arrays, segment_ids, "blocked")
+    with jax.set_mesh(make_mesh({"sequence": 4}, jax.devices()[:4])):
+        out, gradients = output_and_gradients(arrays, segment_ids, "blocked")
+    np.testing.assert_allclose(out, expected, atol=1e-5)
+    assert_trees_close(gradients, expected_gradients, atol=1e-5)
 
 
 def test_cudnn_refuses_float32():
@@ -248,7 +267,7 @@ def test_the_decoder_takes_the_configured_one(monkeypatch, name):
 
 
 def test_the_key_reaches_the_model_and_must_run_here(tmp_path, monkeypatch):
-    monkeypatch.setattr(workspace, "init_params", lambda *arguments: {})
+    monkeypatch.setattr(workspace, "init_params", lambda *arguments, **layout: {})
     file = write_config(tmp_path)
     run = workspace.Workspace(load_config(file, ["model.attention=blocked"]))
     assert run.base_policy().config.attention == "blocked"

@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 
 BENCHMARKS = Path(__file__).parent.parent / "benchmarks"
-SCRIPTS = ("gae", "generate", "update", "first_update")
+SCRIPTS = ("gae", "generate", "update", "first_update", "iteration")
 
 
 @pytest.fixture
@@ -18,11 +18,11 @@ def beside(monkeypatch):
     """What a script in benchmarks/ can import."""
     monkeypatch.syspath_prepend(BENCHMARKS)
     yield
-    for name in (*SCRIPTS, "common", "shapes"):
+    for name in (*SCRIPTS, "common", "shapes", "ours", "peer_torch"):
         sys.modules.pop(name, None)
 
 
-@pytest.mark.parametrize("script", ["generate", "update", "first_update"])
+@pytest.mark.parametrize("script", ["generate", "update", "first_update", "iteration"])
 def test_help(script):
     done = subprocess.run(
         [sys.executable, BENCHMARKS / f"{script}.py", "--help"], capture_output=True, text=True, check=False
@@ -42,17 +42,6 @@ def test_gae_runs_and_all_agree(beside, capsys):
     assert errors.count("other mask") == 1
 
 
-def test_a_counting_model_ends_after_the_prescribed_tokens(beside, tmp_path):
-    import generate
-    import shapes
-
-    model = shapes.write_model(tmp_path / "counting", shapes.TINY, counting=True)
-    lengths = [1, 5, 8]
-    prompts = [[7, 300, 511 - length] for length in lengths]
-    found = generate.ours()(str(model), prompts, batch=2, new=8, eos=511, seed=0)
-    assert found == lengths
-
-
 def test_lognormal_lengths_have_their_median_and_percentile(beside):
     import generate
 
@@ -61,3 +50,28 @@ def test_lognormal_lengths_have_their_median_and_percentile(beside):
     assert abs(np.percentile(lengths, 99) / 2000 - 1) < 0.04
     assert generate.lognormal_lengths(1000, 512).max() == 512
     assert generate.static_row_steps(np.array([1, 3, 2, 2, 5]), 2) == 2 * 3 + 2 * 2 + 5
+
+
+def test_an_iteration_learns_the_same_as_the_plain_torch_one(beside, tmp_path):
+    pytest.importorskip("torch")
+    import common
+    import iteration
+    import shapes
+
+    small = shapes.TINY | {"num_hidden_layers": 1, "vocab_size": 128}
+    model = shapes.write_model(tmp_path / "counting", small, counting=True)
+    lengths = [1, 5, 8, 2]
+    prompts = [[7, 3, 127 - length] for length in lengths]
+    work = {"samples": 4, "batch": 2, "cap": 8, "mini_batch": 2, "micro_batch": 1, "remat": "none"}
+    work |= {"prompt_tokens": 3, "eos": 127}
+    answers = []
+    for make in (iteration.ours, iteration.plain_torch):
+        stages = common.Stages()
+        answers.append(make(str(model), work)(prompts, 0, stages))
+        assert tuple(stages.seconds) == iteration.STAGES
+    ours, torch = answers
+    assert ours["lengths"] == torch["lengths"] == lengths
+    assert len(ours["losses"]["actor"]) == 2
+    for name, losses in ours["losses"].items():
+        assert min(map(abs, losses)) > 1e-3
+        np.testing.assert_allclose(losses, torch["losses"][name], rtol=1e-4, err_msg=name)

@@ -142,7 +142,7 @@ def test_an_unknown_key(capsys, config):
 
 def test_a_mesh_that_does_not_fit_starts_nothing(capsys, config, tmp_path):
     line = error_of(capsys, "rl", config, "mesh.fsdp=3")
-    assert "mesh: data 1 x fsdp 3 x tensor 1 = 3, but there are 8 devices" in line
+    assert "mesh: data 1 x fsdp 3 x sequence 1 x tensor 1 = 3, but there are 8 devices" in line
     assert not (tmp_path / "run").exists()
 
 

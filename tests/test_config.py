@@ -297,7 +297,7 @@ def test_every_key_is_explained():
         ([ALTERNATING, "data.task.digits=5"], "data.task.digits=5 needs data.train=task:running_sum"),
         (["logging.wandb_project=p"], "logging.wandb_project=p needs logging.wandb=true"),
         (["mesh.fsdp=0"], "run.yaml: mesh: expected positive sizes"),
-        (["mesh.data=-1"], "at most one of them -1, got data=-1, fsdp=-1, tensor=1"),
+        (["mesh.data=-1"], "at most one of them -1, got data=-1, fsdp=-1, sequence=1, tensor=1"),
         (["seed=4294967296"], "seed: "),
         (["data.task.digits=1"], "data.task.digits: "),
     ],

@@ -17,12 +17,12 @@ from vcppo_jax.models.decoder import hidden_states
 from vcppo_jax.models.heads import logits
 from vcppo_jax.models.networks import Policy, logprobs
 from vcppo_jax.models.specs import init_params, param_shardings, weight_specs
-from vcppo_jax.rollout import engine
+from vcppo_jax.rollout import engine, plan
 from vcppo_jax.rollout.engine import generate
-from vcppo_jax.rollout.plan import Progress, plan_slots, prompt_bucket
+from vcppo_jax.rollout.plan import CHUNK_STEPS, Progress, plan_caches, plan_slots, prompt_bucket
 from vcppo_jax.rollout.sampling import Sampling, sample_token
-from vcppo_jax.rollout.slots import CHUNK_STEPS, new_slots
-from vcppo_jax.sharding import make_mesh
+from vcppo_jax.rollout.slots import new_slots
+from vcppo_jax.sharding import make_mesh, rollout_mesh
 from vcppo_jax.types import Rollout
 
 VOCAB = 40
@@ -251,16 +251,16 @@ def test_compilations_are_known_and_new_weights_need_none(policy):
 
 
 @pytest.mark.parametrize(
-    ("sizes", "rules"),
+    ("sizes", "decode_tensor", "rules"),
     [
-        ({"fsdp": 4, "tensor": 2}, {"temperature": 0.0}),
-        ({"data": 2, "fsdp": 2, "tensor": 2}, {"n": 3}),
+        ({"fsdp": 4, "tensor": 2}, None, {"temperature": 0.0}),
+        ({"data": 2, "fsdp": 2, "sequence": 2}, 2, {"n": 3}),
     ],
     ids=str,
 )
-def test_a_mesh_gives_the_tokens_of_one_device(policy, sizes, rules, monkeypatch):
-    mesh = make_mesh(sizes)
-    shardings = param_shardings(weight_specs(CONFIG, head="lm"), mesh)
+def test_a_mesh_gives_the_tokens_of_one_device(policy, sizes, decode_tensor, rules, monkeypatch):
+    mesh = rollout_mesh(make_mesh(sizes), decode_tensor)
+    shardings = param_shardings(weight_specs(CONFIG, head="lm"), make_mesh(sizes))
     sharded = policy.replace(params=jax.device_put(policy.params, shardings))
     cache_specs = set()
 
@@ -298,12 +298,12 @@ def test_bfloat16_decodes_what_the_bfloat16_trainer_scores(policy):
 def test_buckets_are_few():
     assert {prompt_bucket(n) for n in range(1, 1025)} == {16, 32, 64, 128, 256, 512, 1024}
     assert all(prompt_bucket(n) >= n for n in range(1, 1025))
-    sizes = {plan_slots(prompts, 1, 64, 1, 16).slots[0] for prompts in range(1, 65)}
+    sizes = {plan_slots(prompts, 1, 64, 1, 16, 7).slots[0] for prompts in range(1, 65)}
     assert sizes == {1, 2, 3, 4, 6, 8, 12, 16, 24, 32, 48, 64}
 
 
 @pytest.mark.parametrize(
-    ("prompts", "n", "batch_size", "shards", "bucket", "plan"),
+    ("prompts", "n", "batch_size", "shards", "bucket", "shapes"),
     [
         (512, 1, 256, 1, 32, ((256, 128, 64, 32), 128, 64, 16)),
         (512, 1, 256, 1, 8192, ((256, 128, 64, 32), 1, 64, 16)),
@@ -315,10 +315,41 @@ def test_buckets_are_few():
         (2, 9, 8, 4, 16, ((8, 4), 1, 2, 1)),
     ],
 )
-def test_slots_divide_over_the_shards(prompts, n, batch_size, shards, bucket, plan):
-    planned = plan_slots(prompts, n, batch_size, shards, bucket)
-    assert planned == plan
+def test_slots_divide_over_the_shards(prompts, n, batch_size, shards, bucket, shapes):
+    planned = plan_slots(prompts, n, batch_size, shards, bucket, 7)
+    assert planned[:4] == shapes
     assert all(size % shards == 0 for size in planned.slots)
+
+
+def test_the_cache_doubles_until_all_have_room():
+    assert plan_caches(16, 7) == (23,)
+    assert plan_caches(64, 64) == (128,)
+    assert plan_caches(64, 256) == (128, 256, 320)
+    assert plan_caches(128, 1024) == (256, 512, 1024, 1152)  # 128 has no room for a chunk
+    assert plan_caches(512, 512) == (1024,)
+    assert plan_caches(512, 16384) == (1024, 2048, 4096, 8192, 16384, 16896)
+
+
+def test_the_cache_grows_only_when_a_response_needs_it(policy, monkeypatch):
+    """Three samples in two slots: the tokens are those with a whole cache from the start."""
+    steps, sizes = 70, []
+    kwargs = {"batch_size": 2, "limits": [steps, 5, 40]}
+    whole = run(policy, PROMPTS[:3], steps=steps, kwargs=kwargs)
+    advance_chunk = engine._advance
+
+    def advance(*args):
+        sizes.append((args[5].cache.size, int(args[5].cache.lengths.max())))
+        return advance_chunk(*args)
+
+    monkeypatch.setattr(engine, "_advance", advance)
+    monkeypatch.setattr(plan, "SMALLEST_CACHE", 16)
+    assert_same(run(policy, PROMPTS[:3], steps=steps, kwargs=kwargs), whole)
+    assert {size for size, _ in sizes} == {64, 86}
+    assert all(size == 64 for size, longest in sizes if longest + 1 + CHUNK_STEPS <= 64)
+    assert [size for size, _ in sizes] == sorted(size for size, _ in sizes)
+    sizes.clear()
+    run(policy, PROMPTS[:3], steps=steps, kwargs={"limits": [5, 5, 5]})
+    assert {size for size, _ in sizes} == {64}
 
 
 def test_bad_input_is_named(policy):

@@ -1,4 +1,7 @@
-"""Five VC-PPO steps on fixed rollouts: one trajectory on one device, 8-way FSDP, FSDP x tensor, any remat."""
+"""Five VC-PPO steps on fixed rollouts: one trajectory on every mesh and layout, and with any remat.
+
+`python tests/test_train_sharding.py` prints it as the table in docs/scaling.md.
+"""
 
 from __future__ import annotations
 
@@ -13,9 +16,10 @@ from tiny_networks import random_params, tiny_config
 
 from vcppo_jax.data.packing import pack_shape
 from vcppo_jax.models.specs import param_shardings, weight_specs
-from vcppo_jax.sharding import batch_shards, make_mesh
+from vcppo_jax.phases.artifacts import resharded
+from vcppo_jax.sharding import batch_shards, length_shards, make_mesh
 from vcppo_jax.train.experience import AdvantageSettings, build_experience
-from vcppo_jax.train.learner import Learner, Scorer
+from vcppo_jax.train.learner import Learner, Scorer, put_batch
 from vcppo_jax.train.minibatches import Samples, mini_batches
 from vcppo_jax.train.objectives import LogprobScore, PolicyObjective, ValueObjective, ValueScore
 from vcppo_jax.train.optimizer import make_optimizer
@@ -39,6 +43,7 @@ MESHES = {
     "one device": {"data": 1, "fsdp": 1, "tensor": 1},
     "fsdp 8": {"data": 1, "fsdp": 8, "tensor": 1},
     "fsdp 4 x tensor 2": {"data": 1, "fsdp": 4, "tensor": 2},
+    "fsdp 2 x sequence 2 x tensor 2": {"fsdp": 2, "sequence": 2, "tensor": 2},
 }
 
 
@@ -48,6 +53,14 @@ def _compile_quickly():
     jax.config.update("jax_disable_most_optimizations", True)
     yield
     jax.config.update("jax_disable_most_optimizations", before)
+
+
+LAYOUTS = {"fsdp 2 x sequence 2 x tensor 2": {"critic": "tensor", "reference": "replicated"}}
+"""Where a network is not in the default layout."""
+
+
+def layout_of(mesh_name, network):
+    return LAYOUTS.get(mesh_name, {}).get(network, "fsdp")
 
 
 def mesh_of(name):
@@ -63,26 +76,32 @@ def rollout(step, mesh):
     lengths = rng.integers(1, RESPONSE + 1, SEQUENCES)
 
     def shape_for(count):
-        return pack_shape(sequences=count, row_tokens=16, micro_batch_tokens=48, shards=batch_shards(mesh))
+        return pack_shape(
+            sequences=count,
+            row_tokens=15,
+            micro_batch_tokens=48,
+            shards=batch_shards(mesh),
+            length_shards=length_shards(mesh),
+        )
 
     scores = rng.choice([-1.0, 1.0], SEQUENCES).astype(np.float32)
     return Samples(prompts, responses, lengths, shape_for), scores
 
 
-def learner(name, config, head, objective, mesh):
+def learner(name, config, head, objective, mesh, layout):
     # An epsilon well above rounding: Adam divides a gradient by its own size, noise included.
     optimizer = make_optimizer(
         optax.constant_schedule(3e-3), beta1=0.9, beta2=0.95, eps=1e-4, weight_decay=0.01, max_grad_norm=1.0
     )
     specs = weight_specs(config, head=head)
-    made = Learner(name, specs, objective, optimizer, mesh, max_skipped=1)
-    start = jax.device_put(random_params(config, head=head), param_shardings(specs, mesh))
+    made = Learner(name, specs, objective, optimizer, mesh, max_skipped=1, layout=layout)
+    start = jax.device_put(random_params(config, head=head), param_shardings(specs, mesh, layout))
     return made, made.new_state(start)
 
 
 @functools.cache
 def trajectory(mesh_name, remat):
-    """(actor state, critic state, numbers of every step) after five steps."""
+    """(actor state, critic state, numbers of every step, values on the devices) after five steps."""
     mesh = mesh_of(mesh_name)
     config = tiny_config("llama", remat=remat)
     policy_objective = PolicyObjective(
@@ -91,11 +110,18 @@ def trajectory(mesh_name, remat):
     )  # fmt: skip
     numbers = []
     with jax.set_mesh(mesh):
-        actor_learner, actor = learner("actor", config, "lm", policy_objective, mesh)
-        critic_learner, critic = learner("critic", config, "value", ValueObjective(config, 0.5), mesh)
+        actor_learner, actor = learner(
+            "actor", config, "lm", policy_objective, mesh, layout_of(mesh_name, "actor")
+        )
+        critic_learner, critic = learner(
+            "critic", config, "value", ValueObjective(config, 0.5), mesh, layout_of(mesh_name, "critic")
+        )
         score_logprobs = Scorer(LogprobScore(config, 0.7), mesh)
         score_values = Scorer(ValueScore(config), mesh)
         reference = jax.tree.map(jnp.copy, actor.params)
+        if (layout := layout_of(mesh_name, "reference")) != layout_of(mesh_name, "actor"):
+            specs = weight_specs(config, head="lm")
+            reference = resharded(actor.params, specs, mesh, layout=layout, dtype="float32")
         for step in range(STEPS):
             samples, scores = rollout(step, mesh)
             packing = samples.pack()
@@ -114,9 +140,14 @@ def trajectory(mesh_name, remat):
             infos = [*critic_infos, *actor_infos]
             for info in infos:
                 del info["packing_efficiency"]  # a mesh rounds the rows up to its shards
-            numbers.append([x for info in infos for _, x in sorted(info.items())])
-            numbers.append([float(old.sum()), float(values.sum()), float(ref.sum())])
-    return actor, critic, numbers
+            # The last mini-batch of each network stands for the step.
+            row = {f"{name}/{key}": x for name, infos in (("critic", critic_infos), ("actor", actor_infos))
+                   for key, x in infos[-1].items()}  # fmt: skip
+            sums = {"old_logprobs": old.sum(), "values": values.sum(), "ref_logprobs": ref.sum()}
+            numbers.append(row | {name: float(x) for name, x in sums.items()})
+        batch = put_batch(packing.batch({}), mesh)
+        on_devices = score_values._score(critic.params, batch, np.int32(packing.micro_batches))
+    return actor, critic, numbers, (packing, on_devices)
 
 
 def assert_same(ours, theirs):
@@ -128,35 +159,82 @@ def assert_same(ours, theirs):
             )
         assert int(mine.updates) == int(other.updates) == 2 * STEPS
     for mine, other in zip(ours[2], theirs[2]):
-        np.testing.assert_allclose(mine, other, atol=1e-4, rtol=1e-3)
+        assert mine == pytest.approx(other, abs=1e-4, rel=1e-4)
 
 
 def test_the_trajectory_goes_somewhere():
-    actor, critic, _ = trajectory("one device", "none")
+    actor, critic, *_ = trajectory("one device", "none")
     for state, head in ((actor, "lm"), (critic, "value")):
         start = random_params(tiny_config("llama"), head=head)
         moved = jax.tree.map(lambda a, b: float(jnp.abs(a - b).max()), state.params, start)
         assert min(jax.tree.leaves(moved)) > 1e-3, moved
 
 
-@pytest.mark.parametrize(("mesh_name", "remat"), [("fsdp 8", "full"), ("fsdp 4 x tensor 2", "dots")])
+ON_MESHES = [("fsdp 8", "full"), ("fsdp 4 x tensor 2", "dots"), ("fsdp 2 x sequence 2 x tensor 2", "full")]
+
+
+@pytest.mark.parametrize(("mesh_name", "remat"), ON_MESHES)
 def test_one_trajectory_on_every_mesh_and_with_recomputation(mesh_name, remat):
     assert_same(trajectory(mesh_name, remat), trajectory("one device", "none"))
 
 
+@pytest.mark.parametrize(("mesh_name", "remat"), ON_MESHES)
+def test_every_device_has_the_same_values(mesh_name, remat):
+    packing, values = trajectory(mesh_name, remat)[3]
+    one_packing, expected = trajectory("one device", "none")[3]
+    np.testing.assert_allclose(packing.gather(values), one_packing.gather(expected), atol=1e-4)
+    assert len(values.addressable_shards) == 8
+    whole = np.asarray(values)
+    for shard in values.addressable_shards:
+        np.testing.assert_array_equal(shard.data, whole[shard.index], err_msg=str(shard.device))
+
+
 @pytest.mark.parametrize(
-    ("mesh_name", "remat", "query_shard"),
-    [("fsdp 8", "full", (2, 4, 32)), ("fsdp 4 x tensor 2", "dots", (2, 8, 16))],
+    ("mesh_name", "remat", "shards"),
+    [
+        ("fsdp 8", "full", {"actor": (2, 4, 32), "critic": (2, 4, 32)}),
+        ("fsdp 4 x tensor 2", "dots", {"actor": (2, 8, 16), "critic": (2, 8, 16)}),
+        ("fsdp 2 x sequence 2 x tensor 2", "full", {"actor": (2, 8, 16), "critic": (2, 32, 16)}),
+    ],
 )
-def test_parameters_and_moments_lie_in_shards_after_training(mesh_name, remat, query_shard):
-    actor, critic, _ = trajectory(mesh_name, remat)
-    for state in (actor, critic):
+def test_parameters_and_moments_lie_in_shards_after_training(mesh_name, remat, shards):
+    actor, critic, *_ = trajectory(mesh_name, remat)
+    for name, state in (("actor", actor), ("critic", critic)):
         moments = state.opt_state.inner_state[1][0]
         for tree in (state.params, moments.mu, moments.nu):
             query = tree["layers"]["query"]["kernel"]
             assert query.shape == (2, 32, 32)
-            assert {shard.data.shape for shard in query.addressable_shards} == {query_shard}
+            assert {shard.data.shape for shard in query.addressable_shards} == {shards[name]}
             leaves = jax.tree.leaves(tree)
             total = sum(leaf.nbytes for leaf in leaves)
             held = sum(leaf.addressable_shards[0].data.nbytes for leaf in leaves)
-            assert held < total / 7  # an eighth each, but for norms and the value head
+            # Their part each, but for norms and the value head.
+            assert held < total * np.prod(shards[name]) / query.size * 8 / 7
+
+
+def largest_difference(ours, theirs):
+    """Over the parameters of both networks."""
+    pairs = zip(
+        jax.tree.leaves([x.params for x in ours[:2]]), jax.tree.leaves([x.params for x in theirs[:2]])
+    )
+    return max(float(np.abs(np.asarray(a) - np.asarray(b)).max()) for a, b in pairs)
+
+
+def main():
+    jax.config.update("jax_num_cpu_devices", 8)
+    runs = {name: trajectory(name, remat) for name, remat in (("one device", "none"), *ON_MESHES)}
+    first, *others = runs
+    keys = ("critic/loss", "actor/loss", "actor/grad_norm", "values")
+    print("| step |", " | ".join(keys), "|", " | ".join(others), "|")
+    print("|" + "---|" * (1 + len(keys) + len(others)))
+    for step in range(STEPS):
+        one = runs[first][2][step]
+        differences = [max(abs(runs[name][2][step][key] - one[key]) for key in one) for name in others]
+        cells = [f"{one[key]:.6f}" for key in keys] + [f"{x:.1e}" for x in differences]
+        print(f"| {step + 1} |", " | ".join(cells), "|")
+    cells = [f"{largest_difference(runs[name], runs[first]):.1e}" for name in others]
+    print("| weights |", " | ".join([""] * len(keys) + cells), "|")
+
+
+if __name__ == "__main__":
+    main()

@@ -10,6 +10,7 @@ from typing import Annotated, Literal, get_args
 from pydantic import Field, model_validator
 
 from vcppo_jax.config_checks import CHECKS
+from vcppo_jax.config_mesh import MeshSection
 from vcppo_jax.config_objective import (
     AlgorithmSection,
     NonNegative,
@@ -74,24 +75,6 @@ class ValueModelSection(Section):
     head_bias: bool = Field(
         False, description="Whether a new scalar head has a bias (a loaded one keeps its own)."
     )
-
-
-class MeshSection(Section):
-    """Sizes of the device mesh; their product is the number of devices."""
-
-    data: int = Field(
-        1, description="Copies of the model that share the batch. -1 takes the devices left over."
-    )
-    fsdp: int = Field(-1, description="Parts into which weights, optimizer states and the batch are split.")
-    tensor: int = Field(1, description="Parts into which each matmul is split (tensor parallelism).")
-
-    @model_validator(mode="after")
-    def _sizes(self) -> MeshSection:
-        sizes = {name: getattr(self, name) for name in type(self).model_fields}
-        if any(size < 1 and size != -1 for size in sizes.values()) or list(sizes.values()).count(-1) > 1:
-            spelled = ", ".join(f"{name}={size}" for name, size in sizes.items())
-            raise ValueError(f"mesh: expected positive sizes, at most one of them -1, got {spelled}")
-        return self
 
 
 class TaskSection(Section):

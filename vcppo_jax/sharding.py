@@ -1,7 +1,8 @@
 """Mesh and sharding rules: the only file that spells mesh axis names.
 
 Arrays are described by *logical* axes ("embed", "batch", ...). One table, `RULES`, says over which mesh
-axes each logical axis is split; every sharding in the project derives from it.
+axes each logical axis is split; every sharding in the project derives from it. `LAYOUTS` are the other ways
+in which a network's weights may lie.
 """
 
 from __future__ import annotations
@@ -12,16 +13,24 @@ from typing import Any
 
 import jax
 import numpy as np
+from jax.experimental import mesh_utils
 from jax.sharding import AbstractMesh, AxisType, Mesh, NamedSharding, PartitionSpec
 
-MESH_AXES = ("data", "fsdp", "tensor")
+MESH_AXES = ("data", "fsdp", "sequence", "tensor")
+"""From the one with the least traffic to the one with the most: neighbours along the last are closest."""
+DCN_AXES = ("dcn_data", "dcn_fsdp")
+"""Sizes over slices: the part of `data` and of `fsdp` that goes over the data centre's network (DCN).
+
+`sequence` and `tensor` exchange activations in every layer and stay inside a slice (ICI).
+"""
 
 # Logical axis -> mesh axes. An axis that is not split maps to ().
 RULES: dict[str, tuple[str, ...]] = {
-    # Weights. "embed" is the model dimension, split over fsdp and gathered layer by layer.
+    # Weights. "embed" is the model dimension, split over fsdp and gathered layer by layer; the devices that
+    # share a sequence share the weights, too.
     "layers": (),
     "vocab": ("tensor",),
-    "embed": ("fsdp",),
+    "embed": ("fsdp", "sequence"),
     "heads": ("tensor",),
     "kv_heads": ("tensor",),
     "mlp": ("tensor",),
@@ -29,7 +38,7 @@ RULES: dict[str, tuple[str, ...]] = {
     "norm": (),
     # Activations.
     "batch": ("data", "fsdp"),
-    "length": (),
+    "length": ("sequence",),
     "act_embed": (),
     "act_heads": ("tensor",),
     "act_kv_heads": ("tensor",),
@@ -37,48 +46,146 @@ RULES: dict[str, tuple[str, ...]] = {
     "act_vocab": ("tensor",),
 }
 
+LAYOUTS: dict[str, dict[str, tuple[str, ...]]] = {
+    "fsdp": {},
+    "full": {"embed": ("data", "fsdp", "sequence")},
+    "tensor": {"embed": ()},
+    "replicated": {axis: () for axis in ("vocab", "embed", "heads", "kv_heads", "mlp")},
+}
+"""Name of `mesh.layout.*` -> the rules that differ for the weights of a network."""
+DEFAULT_LAYOUT = "fsdp"
+
 
 def make_mesh(sizes: Mapping[str, int], devices: Sequence[jax.Device] | None = None) -> Mesh:
-    """A mesh with the axes `MESH_AXES`; at most one size is -1 and takes the devices that are left.
+    """A mesh with the axes `MESH_AXES`, of the sizes given (1 where not).
 
-    Raises ValueError with the arithmetic spelled out when the sizes do not multiply to the number
-    of devices.
+    With several slices an axis in `sizes` is its part inside a slice, and `dcn_data` or `dcn_fsdp` the part
+    over slices: the mesh's axis is their product, the slices outermost. One of the former may be -1, which
+    takes the devices that are left, and one of the latter, which takes the slices that are left. Devices are
+    ordered as `jax.experimental.mesh_utils` does for the hardware; a slice is one of TPU, or of GPUs that
+    NVLink joins (a host). Other devices are taken in their order, in as many parts as asked for.
+
+    `devices` may be those of a described topology. Raises ValueError with the arithmetic spelled out when
+    the sizes do not multiply to the number of devices, and those over slices to the number of slices.
     """
-    unknown = set(sizes) - set(MESH_AXES)
-    if unknown:
-        raise ValueError(f"mesh: unknown axes {sorted(unknown)}; the axes are {list(MESH_AXES)}")
+    known = (*MESH_AXES, *DCN_AXES)
+    if unknown := set(sizes) - set(known):
+        raise ValueError(f"mesh: unknown axes {sorted(unknown)}; the axes are {list(known)}")
     devices = jax.devices() if devices is None else list(devices)
-    shape = [sizes.get(axis, 1) for axis in MESH_AXES]
-    bad = [f"{axis}={n}" for axis, n in zip(MESH_AXES, shape) if n < 1 and n != -1]
-    if bad or shape.count(-1) > 1:
+    ici = {axis: sizes.get(axis, 1) for axis in MESH_AXES}
+    dcn = {axis: sizes.get(axis, 1) for axis in DCN_AXES}
+    for part in (ici, dcn):
+        if any(n < 1 and n != -1 for n in part.values()) or list(part.values()).count(-1) > 1:
+            raise ValueError(f"mesh: sizes are positive, and at most one is -1 (fill); got {_spelled(part)}")
+    slices = _count_slices(devices)
+    dcn = _filled(dcn, slices)
+    across = math.prod(dcn.values())
+    # Hosts of GPUs may be used as one slice, TPU slices may not: they have no common ICI.
+    joined = across == 1 and devices[0].platform != "tpu"
+    if devices[0].platform != "cpu" and across != slices and not joined:
         raise ValueError(
-            f"mesh: sizes are positive, and at most one is -1 (fill); got "
-            f"{', '.join(f'{axis}={n}' for axis, n in zip(MESH_AXES, shape))}"
+            f"mesh: {_spelled(dcn, ' x ')} = {across}, but the devices are in {slices} slices; change "
+            "mesh.dcn_data (copies of the model) or mesh.dcn_fsdp so that the product matches"
         )
-    fixed = math.prod(n for n in shape if n != -1)
-    if -1 in shape and len(devices) % fixed == 0:
-        shape[shape.index(-1)] = len(devices) // fixed
-    spelled = " x ".join(f"{axis} {n}" for axis, n in zip(MESH_AXES, shape))
-    if math.prod(shape) != len(devices):
-        product = f"{fixed} x ?" if -1 in shape else str(math.prod(shape))
+    ici = _filled(ici, len(devices) // across if len(devices) % across == 0 else 0)
+    if across * math.prod(ici.values()) != len(devices):
+        fixed = math.prod(n for n in ici.values() if n != -1)
+        product = f"{fixed} x ?" if -1 in ici.values() else str(fixed)
+        spelled = f"{_spelled(ici, ' x ')} = {product}"
+        if across > 1:
+            slices_spelled = f"{_spelled(dcn, ' x ')} = {across}"
+            total = f"{across * fixed}" + (" x ?" if -1 in ici.values() else "")
+            spelled = f"{spelled} in each slice, {slices_spelled} slices, {total} in all"
         raise ValueError(
-            f"mesh: {spelled} = {product}, but there are {len(devices)} devices; "
+            f"mesh: {spelled}, but there are {len(devices)} devices; "
             "change mesh.* so that the product matches"
         )
-    return Mesh(np.asarray(devices).reshape(shape), MESH_AXES, axis_types=(AxisType.Auto,) * len(MESH_AXES))
+    over_slices = [dcn.get(f"dcn_{axis}", 1) for axis in MESH_AXES]
+    arranged = _arrange(list(ici.values()), over_slices, devices)
+    return Mesh(arranged, MESH_AXES, axis_types=(AxisType.Auto,) * len(MESH_AXES))
+
+
+def _spelled(sizes: Mapping[str, int], separator: str = ", ") -> str:
+    """The sizes in words: "data 2 x fsdp 4" or "data=2, fsdp=4"."""
+    sign = "=" if separator == ", " else " "
+    return separator.join(f"{axis}{sign}{n}" for axis, n in sizes.items())
+
+
+def _filled(sizes: Mapping[str, int], total: int) -> dict[str, int]:
+    """`sizes` with -1 replaced so that the product is `total`, where that can be."""
+    fixed = math.prod(n for n in sizes.values() if n != -1)
+    if not total or total % fixed:
+        return dict(sizes)
+    return {axis: total // fixed if n == -1 else n for axis, n in sizes.items()}
+
+
+def _count_slices(devices: Sequence[jax.Device]) -> int:
+    return len({getattr(device, _slice_attribute(devices)) for device in devices})
+
+
+def _slice_attribute(devices: Sequence[jax.Device]) -> str:
+    """What tells slices apart: JAX's index of them, else the process, which is a host; one slice on TPU."""
+    if getattr(devices[0], "slice_index", None) is not None:
+        return "slice_index"
+    return "platform" if devices[0].platform == "tpu" else "process_index"
+
+
+def _arrange(ici: list[int], dcn: list[int], devices: Sequence[jax.Device]) -> np.ndarray:
+    """The devices as an array of shape ici * dcn, neighbours where the traffic is."""
+    if devices[0].platform == "cpu":
+        order = np.arange(2 * len(ici)).reshape(2, -1).T.reshape(-1)  # dcn, ici, dcn, ici, ...
+        parts = np.asarray(devices).reshape(*dcn, *ici).transpose(order)
+        return parts.reshape([over * inside for over, inside in zip(dcn, ici)])
+    try:
+        if math.prod(dcn) == 1:
+            return mesh_utils.create_device_mesh(ici, devices, allow_split_physical_axes=True)
+        return mesh_utils.create_hybrid_device_mesh(
+            ici,
+            dcn,
+            devices,
+            process_is_granule=_slice_attribute(devices) == "process_index",
+            allow_split_physical_axes=True,
+        )
+    except NotImplementedError as error:
+        raise ValueError(
+            f"mesh: {'x'.join(map(str, ici))} does not fit the chips' network: {error}"
+        ) from None
+
+
+def rollout_mesh(mesh: Mesh, tensor: int | None) -> Mesh:
+    """The same devices for generation: `tensor` (as in `mesh` when None) of them share a copy of the weights.
+
+    No axis is left for the length, of which a decode step has one position: `fsdp`, `sequence` and `tensor`
+    are divided anew into rows and `tensor`. Raises ValueError where that does not come out even.
+    """
+    shape = dict(mesh.shape)
+    tensor = shape["tensor"] if tensor is None else tensor
+    inner = shape["fsdp"] * shape["sequence"] * shape["tensor"]
+    if tensor < 1 or inner % tensor:
+        raise ValueError(
+            f"mesh.decode_tensor={tensor} does not divide fsdp {shape['fsdp']} x sequence "
+            f"{shape['sequence']} x tensor {shape['tensor']} = {inner}"
+        )
+    devices = mesh.devices.reshape(shape["data"], inner // tensor, 1, tensor)
+    return Mesh(devices, MESH_AXES, axis_types=(AxisType.Auto,) * len(MESH_AXES))
 
 
 def partition_spec(
-    axes: Sequence[str | None], shape: Sequence[int] | None = None, mesh: Mesh | AbstractMesh | None = None
+    axes: Sequence[str | None],
+    shape: Sequence[int] | None = None,
+    mesh: Mesh | AbstractMesh | None = None,
+    *,
+    layout: str = DEFAULT_LAYOUT,
 ) -> PartitionSpec:
-    """The partition spec of an array with these logical axes.
+    """The partition spec of an array with these logical axes, by `RULES` and what `layout` changes in them.
 
     With `shape` and `mesh`, a dimension that its mesh axes do not divide stays whole (a head of width
     1, a vocabulary of odd size), since every array that enters a jitted function must divide evenly.
     """
+    rules = RULES | LAYOUTS[layout]
     entries: list[tuple[str, ...] | None] = []
     for i, axis in enumerate(axes):
-        names = RULES[axis] if axis is not None else ()
+        names = rules[axis] if axis is not None else ()
         if shape is not None and mesh is not None:
             parts = math.prod(mesh.shape[name] for name in names)
             if shape[i] % parts:
@@ -88,13 +195,17 @@ def partition_spec(
 
 
 def named_sharding(
-    mesh: Mesh, axes: Sequence[str | None], shape: Sequence[int] | None = None
+    mesh: Mesh,
+    axes: Sequence[str | None],
+    shape: Sequence[int] | None = None,
+    *,
+    layout: str = DEFAULT_LAYOUT,
 ) -> NamedSharding:
-    """`NamedSharding` of an array with these logical axes; `shape` as in `partition_spec`."""
-    return NamedSharding(mesh, partition_spec(axes, shape, mesh))
+    """`NamedSharding` of an array with these logical axes; `shape` and `layout` as in `partition_spec`."""
+    return NamedSharding(mesh, partition_spec(axes, shape, mesh, layout=layout))
 
 
-def constrain(x: jax.Array, *axes: str | None) -> jax.Array:
+def constrain(x: jax.Array, *axes: str | None, layout: str = DEFAULT_LAYOUT) -> jax.Array:
     """Hint inside a jitted function: `x` has these logical axes. Without a mesh in context, a no-op.
 
     The mesh is the one of `jax.set_mesh`.
@@ -102,7 +213,7 @@ def constrain(x: jax.Array, *axes: str | None) -> jax.Array:
     mesh = jax.sharding.get_abstract_mesh()
     if mesh is None or mesh.empty:
         return x
-    return jax.lax.with_sharding_constraint(x, partition_spec(axes, x.shape, mesh))
+    return jax.lax.with_sharding_constraint(x, partition_spec(axes, x.shape, mesh, layout=layout))
 
 
 def map_shards(
@@ -120,6 +231,19 @@ def map_shards(
     # Kernels do not say over which axes their results vary, so that cannot be checked.
     mapped = jax.shard_map(function, mesh=mesh, in_specs=specs, out_specs=specs[0], check_vma=False)
     return mapped(*arrays)
+
+
+def exchange(x: jax.Array, axis: str, *, whole: int, split: int) -> jax.Array:
+    """Inside `map_shards`: all-to-all among the devices that a logical axis is split over.
+
+    Dimension `whole`, of which each of them holds a part, becomes whole, and dimension `split` is split.
+    """
+    return jax.lax.all_to_all(x, RULES[axis], split_axis=split, concat_axis=whole, tiled=True)
+
+
+def gather(x: jax.Array, axis: str, *, whole: int) -> jax.Array:
+    """Inside `map_shards`: all-gather of dimension `whole` among the devices that a logical axis is over."""
+    return jax.lax.all_gather(x, RULES[axis], axis=whole, tiled=True)
 
 
 def axis_shards(axis: str) -> int:
@@ -147,6 +271,11 @@ def replicated(mesh: Mesh) -> NamedSharding:
 def batch_shards(mesh: Mesh) -> int:
     """Into how many parts the batch axis is split."""
     return math.prod(mesh.shape[name] for name in RULES["batch"])
+
+
+def length_shards(mesh: Mesh) -> int:
+    """Into how many parts the length axis is split."""
+    return math.prod(mesh.shape[name] for name in RULES["length"])
 
 
 def put(tree: Any, sharding: jax.sharding.Sharding) -> Any:

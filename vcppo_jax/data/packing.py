@@ -23,12 +23,16 @@ class PackShape:
     row_tokens: int
 
 
-def pack_shape(*, sequences: int, row_tokens: int, micro_batch_tokens: int, shards: int) -> PackShape:
+def pack_shape(
+    *, sequences: int, row_tokens: int, micro_batch_tokens: int, shards: int, length_shards: int = 1
+) -> PackShape:
     """The shape that holds `sequences` sequences even if each needs a row of its own.
 
-    A micro-batch has at most `micro_batch_tokens` tokens, and R is a multiple of `shards`, the parts that
-    the batch axis is split into (at least one row each, also where that breaks the token budget).
+    L is `row_tokens` rounded up to a multiple of `length_shards`, the parts that the length axis is split
+    into. A micro-batch has at most `micro_batch_tokens` tokens, and R is a multiple of `shards`, the parts of
+    the batch axis (at least one row each, also where that breaks the token budget).
     """
+    row_tokens = -(-row_tokens // length_shards) * length_shards
     rows = max(1, micro_batch_tokens // row_tokens // shards) * shards
     rows = min(rows, -(-sequences // shards) * shards)
     return PackShape(-(-sequences // rows), rows, row_tokens)

@@ -14,7 +14,7 @@ from collections.abc import Callable
 import jax
 import jax.numpy as jnp
 
-from vcppo_jax.sharding import axis_shards, context_device, map_shards
+from vcppo_jax.sharding import axis_shards, context_device, exchange, gather, map_shards
 
 Attend = Callable[[jax.Array, jax.Array, jax.Array, jax.Array | None], jax.Array]
 
@@ -62,7 +62,10 @@ def attention(
             f"model.attention: expected auto or one of {', '.join(IMPLEMENTATIONS)}, got {implementation!r}"
         )
     if implementation == "blocked":
-        return blocked(query, key, value, segment_ids, block=block)
+        kernel: Attend = functools.partial(blocked, block=block)
+        # The compiler partitions rows and heads of this form by itself, but not the length.
+        kernel = kernel if axis_shards("length") == 1 else _on_each_shard(kernel)
+        return kernel(query, key, value, segment_ids)
     return IMPLEMENTATIONS[implementation](query, key, value, segment_ids)
 
 
@@ -181,27 +184,55 @@ def _attend(
 
 
 def _on_each_shard(kernel: Attend) -> Attend:
-    """`kernel` on each device's rows and heads: the compiler does not partition a kernel by itself."""
+    """`kernel` on each device's rows and heads: the compiler does not partition a kernel by itself.
+
+    Where the length axis is split, each device first gives away its part of the length of some heads for the
+    whole length of others, and back afterwards (DeepSpeed-Ulysses, arXiv 2309.14509): the kernel sees whole
+    rows, and all devices have the same work under the causal mask. No device holds more of the queries than
+    before; of keys and values it does where they have fewer heads than there are parts, see `_divide_heads`.
+    """
 
     @functools.wraps(kernel)
     def mapped(
         query: jax.Array, key: jax.Array, value: jax.Array, segment_ids: jax.Array | None
     ) -> jax.Array:
-        heads, kv_heads, parts = query.shape[2], key.shape[2], axis_shards("act_heads")
-        if heads % parts == 0 and kv_heads % parts:
-            # Fewer kv heads than parts: each part gets copies of those that its query heads read.
-            copies = math.lcm(kv_heads, parts) // kv_heads
-            key, value = (jnp.repeat(x, copies, axis=2) for x in (key, value))
-        head_axes = ("batch", "length", "act_heads", "head_dim")
+        heads, length_parts = query.shape[2], axis_shards("length")
+        if query.shape[1] % length_parts:
+            length_parts = 1  # such rows are not split
+        query, key, value = _divide_heads(query, key, value, axis_shards("act_heads") * length_parts)
+
+        def on_shard(query: jax.Array, key: jax.Array, value: jax.Array, *ids: jax.Array) -> jax.Array:
+            if length_parts == 1:
+                return kernel(query, key, value, *ids or (None,))
+            arrays = [exchange(x, "length", whole=1, split=2) for x in (query, key, value)]
+            out = kernel(*arrays, *[gather(x, "length", whole=1) for x in ids] or (None,))
+            return exchange(out, "length", whole=2, split=1)
+
         kv_axes = ("batch", "length", "act_kv_heads", "head_dim")
-        if segment_ids is None:
-            return map_shards(
-                lambda q, k, v: kernel(q, k, v, None), (query, key, value), (head_axes, kv_axes, kv_axes)
-            )
-        arrays = (query, key, value, segment_ids)
-        return map_shards(kernel, arrays, (head_axes, kv_axes, kv_axes, ("batch", "length")))
+        axes: list[tuple[str, ...]] = [("batch", "length", "act_heads", "head_dim"), kv_axes, kv_axes]
+        arrays = [query, key, value]
+        if segment_ids is not None:
+            arrays, axes = [*arrays, segment_ids], [*axes, ("batch", "length")]
+        return map_shards(on_shard, arrays, axes)[:, :, :heads]
 
     return mapped
+
+
+def _divide_heads(
+    query: jax.Array, key: jax.Array, value: jax.Array, parts: int
+) -> tuple[jax.Array, jax.Array, jax.Array]:
+    """The arrays with as many heads as it takes to cut them into `parts` that need nothing of each other.
+
+    Fewer kv heads than parts: each part gets copies of those that its query heads read. Query heads that do
+    not divide: every query head gets a kv head of its own, and heads of zeros fill up the last parts.
+    """
+    heads, kv_heads = query.shape[2], key.shape[2]
+    copies = heads // kv_heads if heads % parts else math.lcm(kv_heads, parts) // kv_heads
+    if copies > 1:
+        key, value = (jnp.repeat(x, copies, axis=2) for x in (key, value))
+    if padding := -heads % parts:
+        query, key, value = (jnp.pad(x, ((0, 0), (0, 0), (0, padding), (0, 0))) for x in (query, key, value))
+    return query, key, value
 
 
 @_on_each_shard

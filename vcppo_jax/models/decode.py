@@ -32,10 +32,16 @@ class Cache:
     """Keys and values of the tokens so far; B rows, S slots, K kv heads of width H."""
 
     keys: tuple[jax.Array, ...]
-    """Per layer [B, K, S, H], the order that the decode step's matmuls read fastest."""
+    """Per layer [B, K, H, S]: as the right side of q K^T, which is then read in the order of memory."""
     values: tuple[jax.Array, ...]
+    """Per layer [B, K, S, H]."""
     lengths: jax.Array
     """[B] int32, tokens in the cache; the next one goes there."""
+
+    @property
+    def size(self) -> int:
+        """S."""
+        return self.values[0].shape[2]
 
 
 def decode_weights(params: Params, config: ModelConfig, *, int8: bool = False) -> Params:
@@ -74,21 +80,24 @@ def _to_int8(weights: Params) -> Params:
 
 def empty_cache(config: ModelConfig, rows: int, cache_size: int) -> Cache:
     """A cache without a token."""
-    shape = (rows, config.num_kv_heads, cache_size, config.head_dim)
-    layers = range(config.num_layers)
+    heads, width, layers = config.num_kv_heads, config.head_dim, range(config.num_layers)
     return Cache(
-        keys=tuple(jnp.zeros(shape, config.compute_dtype) for _ in layers),
-        values=tuple(jnp.zeros(shape, config.compute_dtype) for _ in layers),
+        keys=tuple(jnp.zeros((rows, heads, width, cache_size), config.compute_dtype) for _ in layers),
+        values=tuple(jnp.zeros((rows, heads, cache_size, width), config.compute_dtype) for _ in layers),
         lengths=jnp.zeros(rows, jnp.int32),
     )
 
 
+def constrain_kv(x: jax.Array) -> jax.Array:
+    """One array of a cache, keys or values, with its rows and kv heads split over the mesh."""
+    return constrain(x, "batch", "act_kv_heads", None, None)
+
+
 def constrain_cache(cache: Cache) -> Cache:
     """`cache` with its rows and kv heads split over the mesh."""
-    split: Any = lambda x: constrain(x, "batch", "act_kv_heads", "length", "head_dim")  # noqa: E731
     return Cache(
-        keys=tuple(map(split, cache.keys)),
-        values=tuple(map(split, cache.values)),
+        keys=tuple(map(constrain_kv, cache.keys)),
+        values=tuple(map(constrain_kv, cache.values)),
         lengths=constrain(cache.lengths, "batch"),
     )
 
@@ -106,13 +115,12 @@ def prefill(
     x = constrain(embed_tokens(weights, config, tokens), "batch", "length", "act_embed")
     keys, values = [], []
 
-    def to_cache(x: jax.Array) -> jax.Array:
-        return jnp.pad(jnp.swapaxes(x, 1, 2), ((0, 0), (0, 0), (0, cache_size - prompt), (0, 0)))
+    room = (0, cache_size - prompt)
 
     for layer in weights["layers"]:
         query, key, value = project_qkv(layer, config, x, angles)
-        keys.append(to_cache(key))
-        values.append(to_cache(value))
+        keys.append(jnp.pad(jnp.transpose(key, (0, 2, 3, 1)), ((0, 0), (0, 0), (0, 0), room)))
+        values.append(jnp.pad(jnp.swapaxes(value, 1, 2), ((0, 0), (0, 0), room, (0, 0))))
         attended = attention(query, key, value, None, implementation=config.attention)
         x = finish_layer(layer, config, x, attended)
         x = constrain(x, "batch", "length", "act_embed")
@@ -131,19 +139,16 @@ def decode_step(
     x = embed_tokens(weights, config, tokens)
     rows, heads = jnp.arange(batch)[:, None], jnp.arange(kv_heads)[None, :]
     slot = cache.lengths[:, None]
-    visible = jnp.arange(cache.keys[0].shape[2])[None, :] <= slot
+    visible = jnp.arange(cache.size)[None, :] <= slot
+    in_place: Any = {"unique_indices": True, "mode": "promise_in_bounds"}
     keys, values = [], []
-
-    def append(stored: jax.Array, new: jax.Array) -> jax.Array:
-        at = stored.at[rows, heads, slot]
-        return at.set(new.astype(stored.dtype), unique_indices=True, mode="promise_in_bounds")
 
     for layer, old_keys, old_values in zip(weights["layers"], cache.keys, cache.values):
         query, key, value = project_qkv(layer, config, x, angles)
-        keys.append(append(old_keys, key))
-        values.append(append(old_values, value))
+        keys.append(old_keys.at[rows, heads, :, slot].set(key.astype(old_keys.dtype), **in_place))
+        values.append(old_values.at[rows, heads, slot].set(value.astype(old_values.dtype), **in_place))
         grouped = query.reshape(batch, kv_heads, groups, config.head_dim)
-        scores = jnp.einsum("bkgh,bksh->bkgs", grouped, keys[-1], preferred_element_type=jnp.float32)
+        scores = jnp.einsum("bkgh,bkhs->bkgs", grouped, keys[-1], preferred_element_type=jnp.float32)
         scores = jnp.where(visible[:, None, None], scores * config.head_dim**-0.5, -1e30)
         probs = jax.nn.softmax(scores, axis=-1).astype(x.dtype)
         attended = jnp.einsum("bkgs,bksh->bkgh", probs, values[-1])

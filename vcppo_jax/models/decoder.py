@@ -10,7 +10,7 @@ import numpy as np
 
 from vcppo_jax.models.attention import attention
 from vcppo_jax.models.config import ModelConfig, RopeConfig
-from vcppo_jax.sharding import constrain
+from vcppo_jax.sharding import axis_shards, constrain
 
 Params = Any
 
@@ -62,10 +62,11 @@ def linear(weights: Params, x: jax.Array) -> jax.Array:
     """x @ kernel + bias in x's dtype; master weights are cast here, so no cast copy of the model exists.
 
     As a product of two matrices: XLA's CPU backend takes twice as long for the weight's gradient when it
-    contracts two axes of `x`.
+    contracts two axes of `x`. Not where the length is split: parts of rows are no part of all positions.
     """
     kernel = weights["kernel"].astype(x.dtype)
-    y = (x.reshape(-1, x.shape[-1]) @ kernel).reshape(*x.shape[:-1], kernel.shape[-1])
+    flat = x if axis_shards("length") > 1 else x.reshape(-1, x.shape[-1])
+    y = (flat @ kernel).reshape(*x.shape[:-1], kernel.shape[-1])
     if "scale" in weights:  # of the 8-bit kernels that decoding may use
         y = y * weights["scale"]
     return y + weights["bias"].astype(x.dtype) if "bias" in weights else y

@@ -7,10 +7,10 @@ import jax.numpy as jnp
 
 from vcppo_jax.models.config import ModelConfig
 from vcppo_jax.models.decoder import Params
-from vcppo_jax.sharding import constrain
+from vcppo_jax.sharding import axis_shards, constrain
 
 TOKENS_PER_CHUNK = 1024
-"""Positions whose logits exist at once: 1024 x 152k x 4 bytes is 0.6 GiB before sharding."""
+"""Positions whose logits a device holds at once: 1024 x 152k x 4 bytes is 0.6 GiB, split over `tensor`."""
 
 
 def logits(params: Params, config: ModelConfig, hidden: jax.Array) -> jax.Array:
@@ -34,22 +34,30 @@ def token_logprobs(
     """(log-prob of each target, entropy of its distribution), each [B, L] float32.
 
     `hidden` [B, L, D] predicts `targets` [B, L]. The distribution is softmax(logits / temperature). The
-    projection runs in chunks of `chunk` positions of the whole batch, recomputed in the backward pass, so
-    that [B, L, V] never exists.
+    projection runs in chunks of `chunk` positions on each device, some of every row and of every part of the
+    length, recomputed in the backward pass, so that [B, L, V] never exists.
     """
     batch, length, _ = hidden.shape
-    width = max(1, min(length, chunk // batch))
-    chunks = -(-length // width)
-    padding = chunks * width - length
+    parts = axis_shards("length") if length % axis_shards("length") == 0 else 1
+    rows = -(-batch // axis_shards("batch"))
+    width = max(1, min(length // parts, chunk // rows))
+    chunks = -(-length // (parts * width))
+    padding = chunks * width - length // parts
 
     def split(x: jax.Array) -> jax.Array:
-        padded = jnp.pad(x, ((0, 0), (0, padding), *[(0, 0)] * (x.ndim - 2)))
-        return jnp.moveaxis(padded.reshape(batch, chunks, width, *x.shape[2:]), 1, 0)
+        rest = x.shape[2:]
+        padded = jnp.pad(
+            x.reshape(batch, parts, -1, *rest), ((0, 0), (0, 0), (0, padding), *[(0, 0)] * len(rest))
+        )
+        chunked = jnp.moveaxis(padded.reshape(batch, parts, chunks, width, *rest), 2, 0)
+        return constrain(chunked, None, "batch", "length", *[None] * (1 + len(rest)))
 
     @jax.checkpoint
     def one_chunk(hidden: jax.Array, targets: jax.Array) -> tuple[jax.Array, jax.Array]:
-        flat = logits(params, config, hidden.reshape(-1, hidden.shape[-1]))  # two axes: see decoder.linear
-        scaled = constrain(flat.reshape(*targets.shape, -1) / temperature, "batch", "length", "act_vocab")
+        # Two axes, and the parts of the length not among them: see decoder.linear.
+        flat = hidden.reshape(-1, hidden.shape[-1]) if parts == 1 else hidden
+        scores = logits(params, config, flat).reshape(*targets.shape, -1)
+        scaled = constrain(scores / temperature, "batch", "length", None, "act_vocab")
         log_normaliser = jax.nn.logsumexp(scaled, axis=-1)
         chosen = jnp.take_along_axis(scaled, targets[..., None], axis=-1)[..., 0]
         probs = jnp.exp(scaled - log_normaliser[..., None])
@@ -60,7 +68,8 @@ def token_logprobs(
     )
 
     def join(x: jax.Array) -> jax.Array:
-        return jnp.moveaxis(x, 0, 1).reshape(batch, chunks * width)[:, :length]
+        rows_first = jnp.moveaxis(x, 0, 2).reshape(batch, parts, chunks * width)
+        return rows_first[:, :, : length // parts].reshape(batch, length)
 
     return join(logprobs), join(entropy)
 

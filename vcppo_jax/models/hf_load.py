@@ -19,6 +19,7 @@ from vcppo_jax.models.config import ModelConfig, model_config
 from vcppo_jax.models.hf_files import CheckpointError, CheckpointFiles, check_directory, check_names
 from vcppo_jax.models.networks import Policy, ValueModel
 from vcppo_jax.models.specs import WeightSpec, init_params, is_spec, param_shardings, weight_specs
+from vcppo_jax.sharding import DEFAULT_LAYOUT
 
 LM_HEAD = "lm_head.weight"
 EMBEDDING = "model.embed_tokens.weight"
@@ -49,14 +50,15 @@ def load_policy(
     remat: str = "none",
     attention: str = "auto",
     mesh: Mesh | None = None,
+    layout: str = DEFAULT_LAYOUT,
     param_dtype: DTypeLike = "float32",
 ) -> Policy:
     """The policy in a Hugging Face directory of a *ForCausalLM model.
 
     `compute_dtype` ("float32", "bfloat16"), `remat` ("none", "full", "dots") and `attention` ("auto" or one
     of `attention.IMPLEMENTATIONS`) are run-time choices kept in the config; `param_dtype` is that of the
-    master weights, whatever the file holds. With a mesh the weights are sharded by the rules of `sharding`,
-    without one they are on the default device.
+    master weights, whatever the file holds. With a mesh the weights are sharded as `layout` of
+    `sharding.LAYOUTS` says, without one they are on the default device.
 
     Raises CheckpointError, naming file and tensor, when the directory is not a complete and exact
     checkpoint, and ValueError when config.json describes an architecture that is not supported.
@@ -73,7 +75,7 @@ def load_policy(
         check_names(files, expected, harmless)
         if config.tie_word_embeddings and LM_HEAD in files.names:
             _check_tied_copy(files, expected[EMBEDDING])
-        params = _read_params(files, specs, {}, mesh, np.dtype(param_dtype))
+        params = _read_params(files, specs, {}, mesh, np.dtype(param_dtype), layout)
     return Policy(params=params, config=config)
 
 
@@ -84,6 +86,7 @@ def load_value_model(
     remat: str = "none",
     attention: str = "auto",
     mesh: Mesh | None = None,
+    layout: str = DEFAULT_LAYOUT,
     param_dtype: DTypeLike = "float32",
     head_bias: bool = False,
 ) -> tuple[ValueModel, HeadInfo]:
@@ -108,9 +111,9 @@ def load_value_model(
         loaded_specs = specs if head is not None else {k: v for k, v in specs.items() if k != "score"}
         harmless = {LM_HEAD: "the head of the policy that this value model starts from"}
         check_names(files, expected_shapes(loaded_specs, rename), harmless)
-        params = _read_params(files, loaded_specs, rename, mesh, dtype)
+        params = _read_params(files, loaded_specs, rename, mesh, dtype, layout)
     if head is None:
-        params["score"] = _new_head(specs["score"], mesh, dtype)
+        params["score"] = _new_head(specs["score"], mesh, dtype, layout)
     info = HeadInfo(loaded=head is not None, tensor=None if head is None else f"{head}.weight", bias=bias)
     return ValueModel(params=params, config=config), info
 
@@ -142,7 +145,12 @@ def expected_shapes(specs: Any, rename: dict[str, str] | None = None) -> dict[st
 
 
 def _read_params(
-    files: CheckpointFiles, specs: Any, rename: dict[str, str], mesh: Mesh | None, dtype: np.dtype
+    files: CheckpointFiles,
+    specs: Any,
+    rename: dict[str, str],
+    mesh: Mesh | None,
+    dtype: np.dtype,
+    layout: str,
 ) -> dict[str, Any]:
     """The parameters, read weight by weight and shard by shard; the nested dict has the specs' structure.
 
@@ -161,7 +169,7 @@ def _read_params(
     return jax.tree.map(
         lambda spec, sharding: _sharded(lambda index: read(spec, index), spec.shape, sharding),
         specs,
-        param_shardings(specs, mesh),
+        param_shardings(specs, mesh, layout),
         is_leaf=is_spec,
     )
 
@@ -244,6 +252,7 @@ def _find_head(files: CheckpointFiles, config: ModelConfig) -> str | None:
     return heads[0]
 
 
-def _new_head(specs: Any, mesh: Mesh | None, dtype: np.dtype) -> Any:
+def _new_head(specs: Any, mesh: Mesh | None, dtype: np.dtype, layout: str) -> Any:
     """A scalar head as the specs initialise it (no draw: zeros), placed like the other parameters."""
-    return jax.tree.map(lambda leaf: leaf.astype(dtype), init_params(specs, jax.random.key(0), mesh))
+    head = init_params(specs, jax.random.key(0), mesh, layout=layout)
+    return jax.tree.map(lambda leaf: leaf.astype(dtype), head)

@@ -16,7 +16,7 @@ import jax.numpy as jnp
 from jax.sharding import Mesh
 
 from vcppo_jax.models.config import ModelConfig
-from vcppo_jax.sharding import named_sharding
+from vcppo_jax.sharding import DEFAULT_LAYOUT, named_sharding
 
 
 @dataclasses.dataclass(frozen=True)
@@ -112,19 +112,21 @@ def _init_weight(spec: WeightSpec, key: jax.Array) -> jax.Array:
     return spec.std * jax.random.normal(key, spec.shape, jnp.float32)
 
 
-def init_params(specs: Any, key: jax.Array, mesh: Mesh | None = None) -> Any:
-    """New float32 parameters; with a mesh each device computes its own shards only."""
+def init_params(specs: Any, key: jax.Array, mesh: Mesh | None = None, *, layout: str = DEFAULT_LAYOUT) -> Any:
+    """New float32 parameters; with a mesh each device computes its own shards (of `layout`) only."""
 
     def draw(key: jax.Array) -> Any:
         return jax.tree.map(lambda spec: _init_weight(spec, key), specs, is_leaf=is_spec)
 
-    shardings = None if mesh is None else param_shardings(specs, mesh)
+    shardings = None if mesh is None else param_shardings(specs, mesh, layout)
     return jax.jit(draw, out_shardings=shardings)(key)
 
 
-def param_shardings(specs: Any, mesh: Mesh) -> Any:
-    """The `NamedSharding` of every parameter."""
-    return jax.tree.map(lambda spec: named_sharding(mesh, spec.axes, spec.shape), specs, is_leaf=is_spec)
+def param_shardings(specs: Any, mesh: Mesh, layout: str = DEFAULT_LAYOUT) -> Any:
+    """The `NamedSharding` of every parameter; `layout` is one of `sharding.LAYOUTS`."""
+    return jax.tree.map(
+        lambda spec: named_sharding(mesh, spec.axes, spec.shape, layout=layout), specs, is_leaf=is_spec
+    )
 
 
 def count_parameters(specs: Any) -> int:

@@ -7,13 +7,13 @@ A phase directory holds `checkpoints/STEP`, and beside them what the weights nee
 from __future__ import annotations
 
 import dataclasses
+import functools
 import json
 import shutil
 from pathlib import Path
 from typing import Any
 
 import jax
-import jax.numpy as jnp
 import numpy as np
 from jax.sharding import Mesh
 
@@ -23,10 +23,12 @@ from vcppo_jax.models import hf
 from vcppo_jax.models.config import ModelConfig, model_config
 from vcppo_jax.models.hf_export import COPIED_FILES
 from vcppo_jax.models.networks import Policy, ValueModel
+from vcppo_jax.models.reshard import reshard
 from vcppo_jax.models.specs import init_params, is_spec, param_shardings, weight_specs
 from vcppo_jax.run.checkpoint import read_params
 from vcppo_jax.run.files import writing
 from vcppo_jax.run.processes import is_main
+from vcppo_jax.sharding import DEFAULT_LAYOUT
 
 BUILTIN = "builtin:"
 PARTS = {"actor": "model", "critic": "value_model"}
@@ -88,7 +90,7 @@ def save_model_files(phase_dir: Path, network: str, model_dir: Path, extra: dict
         (target / "vcppo.json").write_text(json.dumps(extra) + "\n", encoding="utf-8")
 
 
-def abstract_params(specs: Any, mesh: Mesh | None) -> Any:
+def abstract_params(specs: Any, mesh: Mesh | None, layout: str) -> Any:
     """Shapes and shardings of the float32 parameters of `specs`."""
     shapes = jax.tree.map(lambda s: jax.ShapeDtypeStruct(s.shape, np.float32), specs, is_leaf=is_spec)
     if mesh is None:
@@ -96,7 +98,7 @@ def abstract_params(specs: Any, mesh: Mesh | None) -> Any:
     return jax.tree.map(
         lambda x, sharding: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=sharding),
         shapes,
-        param_shardings(specs, mesh),
+        param_shardings(specs, mesh, layout),
     )
 
 
@@ -112,22 +114,28 @@ def load_policy(
     remat: str = "none",
     attention: str = "auto",
     mesh: Mesh | None = None,
+    layout: str = DEFAULT_LAYOUT,
 ) -> Policy:
     """The policy of a Hugging Face directory, or of a run, a phase of it, or one of its checkpoints.
 
-    Weights are float32 and sharded over `mesh` (default device when None); `compute_dtype` ("float32",
-    "bfloat16"), `remat` ("none", "full", "dots") and `attention` ("auto" or one of
+    Weights are float32 and sharded over `mesh` (default device when None) as `layout` says; `compute_dtype`
+    ("float32", "bfloat16"), `remat` ("none", "full", "dots") and `attention` ("auto" or one of
     `attention.IMPLEMENTATIONS`) are run-time choices. The config's `eos_token_ids` are the union of the
     model's and the tokenizer's. Raises ValueError when there is no complete policy.
     """
     source = find_model(path)
     if source.checkpoint is None:
         policy = hf.load_policy(
-            source.model_dir, compute_dtype=compute_dtype, remat=remat, attention=attention, mesh=mesh
+            source.model_dir,
+            compute_dtype=compute_dtype,
+            remat=remat,
+            attention=attention,
+            mesh=mesh,
+            layout=layout,
         )
     else:
         config = model_config(source.model_dir, compute_dtype=compute_dtype, remat=remat, attention=attention)
-        abstract = abstract_params(weight_specs(config, head="lm"), mesh)
+        abstract = abstract_params(weight_specs(config, head="lm"), mesh, layout)
         policy = Policy(read_params(source.checkpoint, abstract, subtree="actor/params"), config)
     return policy.replace(config=with_all_eos(policy.config, source.model_dir))  # type: ignore[attr-defined]
 
@@ -139,6 +147,7 @@ def load_value_model(
     remat: str = "none",
     attention: str = "auto",
     mesh: Mesh | None = None,
+    layout: str = DEFAULT_LAYOUT,
 ) -> ValueModel:
     """The value model of a Hugging Face directory (reward model, critic, or causal LM: then with a new head),
     or of a run, a phase of it, or one of its checkpoints.
@@ -146,12 +155,25 @@ def load_value_model(
     Arguments and errors as in `load_policy`.
     """
     return value_model_and_origin(
-        path, compute_dtype=compute_dtype, remat=remat, attention=attention, mesh=mesh, head_bias=False
+        path,
+        compute_dtype=compute_dtype,
+        remat=remat,
+        attention=attention,
+        mesh=mesh,
+        layout=layout,
+        head_bias=False,
     )[0]
 
 
 def value_model_and_origin(
-    path: str | Path, *, compute_dtype: str, remat: str, attention: str, mesh: Mesh | None, head_bias: bool
+    path: str | Path,
+    *,
+    compute_dtype: str,
+    remat: str,
+    attention: str,
+    mesh: Mesh | None,
+    layout: str,
+    head_bias: bool,
 ) -> tuple[ValueModel, str]:
     """`load_value_model`, and a line that says where its head came from."""
     source = find_model(path, "critic")
@@ -162,13 +184,14 @@ def value_model_and_origin(
             remat=remat,
             attention=attention,
             mesh=mesh,
+            layout=layout,
             head_bias=head_bias,
         )
         return model, f"value model from {path}; head {head}"
     config = model_config(source.model_dir, compute_dtype=compute_dtype, remat=remat, attention=attention)
     facts = json.loads((source.model_dir / "vcppo.json").read_text(encoding="utf-8"))
     specs = weight_specs(config, head="value", head_bias=facts["head_bias"])
-    params = read_params(source.checkpoint, abstract_params(specs, mesh), subtree="critic/params")
+    params = read_params(source.checkpoint, abstract_params(specs, mesh, layout), subtree="critic/params")
     return ValueModel(params, config), f"value model from {source.checkpoint}; head loaded"
 
 
@@ -188,12 +211,21 @@ def check_tokenizer(path: str | Path, model_dir: Path, tokenizer: Any) -> None:
             )
 
 
-def value_model_from_policy(policy: Policy, mesh: Mesh, *, head_bias: bool) -> tuple[ValueModel, str]:
+def value_model_from_policy(
+    policy: Policy, mesh: Mesh, *, layout: str, head_bias: bool
+) -> tuple[ValueModel, str]:
     """A value model with copies of the policy's decoder weights and a new head (zero, so that V is 0)."""
     specs = weight_specs(policy.config, head="value", head_bias=head_bias)
-    params = {name: jax.tree.map(jnp.copy, policy.params[name]) for name in specs if name != "score"}
-    params["score"] = init_params(specs["score"], jax.random.key(0), mesh)
+    decoder = {name: policy.params[name] for name in specs if name != "score"}
+    params = resharded(decoder, specs, mesh, layout=layout, dtype="float32")
+    params["score"] = init_params(specs["score"], jax.random.key(0), mesh, layout=layout)
     return ValueModel(params, policy.config), "value model from the policy's weights; head new"
+
+
+def resharded(params: Any, specs: Any, mesh: Mesh, *, layout: str, dtype: str) -> Any:
+    """A copy of the parameters in another layout and type; see `models.reshard`."""
+    with jax.set_mesh(mesh):
+        return jax.jit(functools.partial(reshard, specs=specs, layout=layout, dtype=dtype))(params)
 
 
 def export(path: str | Path, out_dir: str | Path, *, dtype: str = "float32", network: str = "actor") -> Path:

@@ -163,7 +163,7 @@ def collect(
             eos_ids=workspace.eos_ids,
             pad_id=workspace.pad_id,
             batch_size=workspace.config.rollout.batch_size,
-            mesh=workspace.mesh,
+            mesh=workspace.rollout_mesh,
             int8_weights=int8_weights,
             find_stop=stop_finder(workspace.tokenizer, stop) if stop else None,
             token_budget=workspace.config.rollout.token_budget,

@@ -11,7 +11,6 @@ import numpy as np
 from vcppo_jax.config_load import ConfigError
 from vcppo_jax.data.prompts import PromptRecord
 from vcppo_jax.models.networks import Policy
-from vcppo_jax.phases.artifacts import load_policy
 from vcppo_jax.phases.collect import ScoredRollout, collect
 from vcppo_jax.phases.loop import Metrics, Timer
 from vcppo_jax.phases.workspace import Workspace
@@ -92,7 +91,6 @@ def mean_length(metrics: Metrics) -> float | None:
 
 def last_policy(workspace: Workspace) -> tuple[Policy, str]:
     """The run's last policy, and which it is: RL's, else the cold start's, else that of `model.path`."""
-    model = workspace.config.model
 
     def trained() -> str | None:
         for phase in ("rl", "sft"):
@@ -103,14 +101,8 @@ def last_policy(workspace: Workspace) -> tuple[Policy, str]:
 
     phase = from_main(trained)
     if phase is None:
-        return workspace.base_policy(), model.path
-    return load_policy(
-        workspace.run_dir / phase,
-        compute_dtype=model.compute_dtype,
-        remat=model.remat,
-        attention=model.attention,
-        mesh=workspace.mesh,
-    ), phase
+        return workspace.base_policy(), workspace.config.model.path
+    return workspace.load_policy(workspace.run_dir / phase), phase
 
 
 def run(workspace: Workspace) -> None:

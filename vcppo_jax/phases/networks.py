@@ -36,6 +36,7 @@ def learner(
     section: OptimizerSection,
     *,
     updates: int,
+    layout: str,
     learning_rate: float | None = None,
 ) -> Learner:
     """A network with the optimizer of its config section; its schedule ends after `updates`."""
@@ -65,6 +66,7 @@ def learner(
         optimizer,
         workspace.mesh,
         max_skipped=workspace.config.train.max_skipped_updates,
+        layout=layout,
     )
 
 
@@ -94,7 +96,9 @@ def actor_learner(workspace: Workspace, model: ModelConfig) -> Learner:
     steps = config.rl.steps - config.rl.critic_warmup_steps
     updates = updates_in(steps, samples, config.rl.mini_batch_size, config.actor.epochs)
     specs = weight_specs(model, head="lm")
-    return learner(workspace, "actor", specs, objective, config.actor, updates=updates)
+    return learner(
+        workspace, "actor", specs, objective, config.actor, updates=updates, layout=config.mesh.layout.actor
+    )
 
 
 def critic_learner(workspace: Workspace, value_model: ModelConfig, *, head_bias: bool, phase: str) -> Learner:
@@ -109,6 +113,7 @@ def critic_learner(workspace: Workspace, value_model: ModelConfig, *, head_bias:
         ValueObjective(config=value_model, clip=config.algorithm.value_clip),
         config.critic,
         updates=updates_in(section.steps, samples, section.mini_batch_size, config.critic.epochs),
+        layout=config.mesh.layout.critic,
         learning_rate=config.value.learning_rate if phase == "value" else None,
     )
 
@@ -120,9 +125,9 @@ def starting_value_model(workspace: Workspace, policy: Policy, phase: str) -> tu
     where its tokenizer is not the policy's.
     """
     config, section = workspace.config, workspace.config.value_model
-    path = value_model_path(workspace, phase)
+    path, layout = value_model_path(workspace, phase), workspace.config.mesh.layout.critic
     if path is None:
-        return value_model_from_policy(policy, workspace.mesh, head_bias=section.head_bias)
+        return value_model_from_policy(policy, workspace.mesh, layout=layout, head_bias=section.head_bias)
     source = find_model(path, "critic")
     check_tokenizer(path, source.model_dir, workspace.tokenizer)
     return value_model_and_origin(
@@ -131,6 +136,7 @@ def starting_value_model(workspace: Workspace, policy: Policy, phase: str) -> tu
         remat=config.model.remat,
         attention=config.model.attention,
         mesh=workspace.mesh,
+        layout=layout,
         head_bias=section.head_bias,
     )
 

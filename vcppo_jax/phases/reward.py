@@ -100,6 +100,7 @@ class RewardScorer:
             remat=model.remat,
             attention=model.attention,
             mesh=workspace.mesh,
+            layout=workspace.config.mesh.layout.reference,
             head_bias=False,
         )
         # A new head is zero, and gives every response the same score.
@@ -197,7 +198,10 @@ def run(workspace: Workspace) -> None:
     pairs, held_out = split_pairs(workspace.pairs(), share=section.held_out_share, seed=config.seed)
     workspace.progress.message(f"reward: {len(pairs)} pairs to train on, {len(held_out)} held out")
     # No bias: it would cancel in every difference of two scores.
-    model, origin = value_model_from_policy(workspace.starting_policy(), workspace.mesh, head_bias=False)
+    layout = config.mesh.layout.critic
+    model, origin = value_model_from_policy(
+        workspace.starting_policy(), workspace.mesh, layout=layout, head_bias=False
+    )
     stream = RecordStream(pairs, seed=config.seed)
     steps = section.steps
     if steps is None:
@@ -209,6 +213,7 @@ def run(workspace: Workspace) -> None:
         ScoreObjective(model.config),
         section,
         updates=steps,
+        layout=layout,
     )
     scorer = ResponseScorer(workspace, model.config)
     save_model_files(phase_dir, "critic", workspace.model_dir, {"head_bias": False})

@@ -9,14 +9,14 @@ from __future__ import annotations
 import functools
 from typing import Any
 
-import jax
 import numpy as np
 
 from vcppo_jax.algos.policy import importance_weights
 from vcppo_jax.algos.shaping import adaptive_kl_coef
 from vcppo_jax.data.prompts import RecordStream
 from vcppo_jax.models.networks import Policy
-from vcppo_jax.phases.artifacts import save_model_files
+from vcppo_jax.models.specs import weight_specs
+from vcppo_jax.phases.artifacts import resharded, save_model_files
 from vcppo_jax.phases.collect import ScoredRollout, VariedRollout, collect, collect_varied, rollout_sampling
 from vcppo_jax.phases.evaluate import accuracy, evaluate_policy
 from vcppo_jax.phases.experience import advantage_settings, engine_metrics, make_experience, positions
@@ -59,9 +59,7 @@ class RL:
                 workspace, self.value_model.config, head_bias=self.head_bias, phase="rl"
             )
             self.score_values = Scorer(ValueScore(self.value_model.config), workspace.mesh)
-        self.reference = (
-            jax.tree.map(lambda x: x.copy(), self.policy.params) if algorithm.kl_coef > 0 else None
-        )
+        self.reference = self._reference() if algorithm.kl_coef > 0 else None
         self.stream = RecordStream(workspace.records("train"), seed=self.config.seed)
         self.validation = workspace.records("validation") if self.config.rl.evaluate_every else []
         self.settings = advantage_settings(self.config)
@@ -70,6 +68,17 @@ class RL:
             RecordStream(workspace.demonstrations(), seed=self.config.seed)
             if algorithm.sft_coef > 0
             else None
+        )
+
+    def _reference(self) -> Any:
+        """The starting policy's weights, as they are read: every use of them casts to the compute dtype."""
+        model = self.policy.config
+        return resharded(
+            self.policy.params,
+            weight_specs(model, head="lm"),
+            self.workspace.mesh,
+            layout=self.config.mesh.layout.reference,
+            dtype=model.compute_dtype,
         )
 
     def initial_state(self) -> Any:

@@ -51,6 +51,7 @@ def run(workspace: Workspace) -> None:
         SFTObjective(policy.config),
         section,
         updates=steps,
+        layout=config.mesh.layout.actor,
     )
     save_model_files(phase_dir, "actor", workspace.model_dir, {})
 

@@ -50,7 +50,7 @@ from vcppo_jax.run.files import writing
 from vcppo_jax.run.metrics import read_step_log
 from vcppo_jax.run.processes import from_main, is_main
 from vcppo_jax.run.progress import Progress, Warnings
-from vcppo_jax.sharding import batch_shards, make_mesh
+from vcppo_jax.sharding import batch_shards, length_shards, make_mesh, rollout_mesh
 
 TASK = "task:"
 
@@ -112,7 +112,9 @@ class Workspace:
         """`signals` are those of a study, which has to stop with the run; None makes the run's own."""
         self.config = config
         self.run_dir = Path(config.run_dir)
-        self.mesh: Mesh = make_mesh(config.mesh.model_dump())
+        self.mesh: Mesh = make_mesh(config.mesh.sizes)
+        self.rollout_mesh = rollout_mesh(self.mesh, config.mesh.decode_tensor)
+        """The same devices, divided for generation."""
         check_platform(config.model.attention, self.mesh.devices.flat[0].platform)
         self.signals = Signals() if signals is None else signals
         self.progress = Progress(None if is_main() else open(os.devnull, "w"))  # noqa: SIM115
@@ -165,6 +167,7 @@ class Workspace:
             row_tokens=max(config.train.row_tokens or 0, longest),
             micro_batch_tokens=config.train.micro_batch_tokens,
             shards=batch_shards(self.mesh),
+            length_shards=length_shards(self.mesh),
         )
 
     # Phases.
@@ -242,36 +245,36 @@ class Workspace:
         """The policy of `model.path`, or a new one of that architecture."""
         model = self.config.model
         if model.init == "pretrained":
-            return load_policy(
-                model.path,
-                compute_dtype=model.compute_dtype,
-                remat=model.remat,
-                attention=model.attention,
-                mesh=self.mesh,
-            )
+            return self.load_policy(model.path)
         config = model_config(
             self.model_dir, compute_dtype=model.compute_dtype, remat=model.remat, attention=model.attention
         )
-        params = init_params(weight_specs(config, head="lm"), self.key("model"), self.mesh)
+        layout = self.config.mesh.layout.actor
+        params = init_params(weight_specs(config, head="lm"), self.key("model"), self.mesh, layout=layout)
         return Policy(params, with_all_eos(config, self.model_dir))
 
     def starting_policy(self) -> Policy:
         """The policy that value-pretraining and RL start from: the sft phase's where `phases` has one."""
         if "sft" not in self.config.phases:
             return self.base_policy()
-        model = self.config.model
         directory = self.run_dir / "sft"
         if not from_main((directory / "summary.json").is_file):
             raise ConfigError(
                 f"phases lists sft, but {directory} holds no finished cold start; run `vcppo sft` with this "
                 "config first, or set phases without sft"
             )
+        return self.load_policy(directory)
+
+    def load_policy(self, path: str | Path) -> Policy:
+        """The policy at `path` (see `artifacts.load_policy`) as config.model says, in the actor's layout."""
+        model = self.config.model
         return load_policy(
-            directory,
+            path,
             compute_dtype=model.compute_dtype,
             remat=model.remat,
             attention=model.attention,
             mesh=self.mesh,
+            layout=self.config.mesh.layout.actor,
         )
 
     @property

@@ -24,7 +24,8 @@ from jax.sharding import Mesh
 from vcppo_jax.models.config import ModelConfig
 from vcppo_jax.models.decode import Cache, decode_weights
 from vcppo_jax.models.networks import Policy
-from vcppo_jax.rollout.plan import SHRINK_STEPS, Plan, Progress, plan_slots, prompt_bucket
+from vcppo_jax.rollout.plan import CHUNK_STEPS, SHRINK_STEPS, Plan, Progress, plan_slots, prompt_bucket
+from vcppo_jax.rollout.request import check_prompts, per_row
 from vcppo_jax.rollout.sampling import Sampling
 from vcppo_jax.rollout.slots import (
     Entry,
@@ -32,6 +33,7 @@ from vcppo_jax.rollout.slots import (
     Slots,
     Summary,
     advance,
+    grow_cache,
     keep_cache,
     keep_slots,
     new_slots,
@@ -92,12 +94,12 @@ def generate(
         eos_ids = config.eos_token_ids
         if not eos_ids:
             raise ValueError("generate: the model's config names no EOS id; pass eos_ids=(...), () for none")
-    _check_prompts(prompts, config, sampling)
+    check_prompts(prompts, config, sampling)
     if batch_size is not None and batch_size < 1:
         raise ValueError(f"generate: batch_size: expected at least 1, got {batch_size}")
     num_rows = len(prompts) * sampling.n
-    ids = _per_row("sample_ids", np.arange(num_rows) if sample_ids is None else sample_ids, prompts, sampling)
-    row_limits = _per_row(
+    ids = per_row("sample_ids", np.arange(num_rows) if sample_ids is None else sample_ids, prompts, sampling)
+    row_limits = per_row(
         "limits", [sampling.max_new_tokens] * num_rows if limits is None else limits, prompts, sampling
     )
     if row_limits.min() < 1 or row_limits.max() > sampling.max_new_tokens:
@@ -112,6 +114,7 @@ def generate(
         batch_size or DEFAULT_BATCH_SIZE,
         1 if mesh is None else batch_shards(mesh),
         bucket,
+        sampling.max_new_tokens,
     )
     with contextlib.nullcontext() if mesh is None else jax.set_mesh(mesh):
         weights = _decode_weights(policy.params, config, int8=int8_weights)
@@ -119,39 +122,6 @@ def generate(
             weights, config, prompts, sampling, key, eos_ids, pad_id, plan, bucket, ids, row_limits, mesh
         )
         return call.run(find_stop, on_progress, token_budget)
-
-
-def _check_prompts(prompts: Sequence[Sequence[int]], config: ModelConfig, sampling: Sampling) -> None:
-    """ValueError, naming the prompt, for one that cannot be continued by max_new_tokens tokens."""
-    if len(prompts) == 0:
-        raise ValueError("generate: expected at least one prompt, got none")
-    room = config.max_position_embeddings - sampling.max_new_tokens
-    for i, prompt in enumerate(prompts):
-        if len(prompt) == 0:
-            raise ValueError(f"generate: prompt {i} is empty; expected at least one token (such as a BOS)")
-        if len(prompt) > room:
-            raise ValueError(
-                f"generate: prompt {i} has {len(prompt)} tokens; {config.max_position_embeddings} positions "
-                f"less max_new_tokens = {sampling.max_new_tokens} leave room for {room}; shorten one of them"
-            )
-        if not 0 <= min(prompt) <= max(prompt) < config.vocab_size:
-            raise ValueError(
-                f"generate: prompt {i} has token ids {min(prompt)}..{max(prompt)}; "
-                f"the vocabulary is 0..{config.vocab_size - 1}"
-            )
-
-
-def _per_row(
-    name: str, numbers: Sequence[int] | np.ndarray, prompts: Sequence[Sequence[int]], sampling: Sampling
-) -> np.ndarray:
-    """[P * n] int64, or ValueError."""
-    array, count = np.asarray(numbers, np.int64), len(prompts) * sampling.n
-    if array.shape != (count,):
-        raise ValueError(
-            f"generate: {name}: expected {count} numbers ({len(prompts)} prompts x n = {sampling.n}), "
-            f"got shape {array.shape}"
-        )
-    return array
 
 
 class _Call:
@@ -175,11 +145,12 @@ class _Call:
         self.weights, self.config = weights, config
         self.sampling, self.plan, self.key = sampling, plan, key
         self.prompts, self.bucket = prompts, bucket
+        self.prompt_lengths = np.asarray([len(prompt) for prompt in prompts])
         self.sample_ids, self.limits = sample_ids, limits
         self.shards = 1 if mesh is None else batch_shards(mesh)
         self.eos_ids = np.asarray(sorted({int(i) for i in eos_ids}), np.int32)
-        shape, rows = (plan.slots[0], bucket + sampling.max_new_tokens), len(sample_ids)
-        self.slots: Slots = _new_slots(self.config, *shape, sampling.max_new_tokens)
+        rows = len(sample_ids)
+        self.slots: Slots = _new_slots(self.config, plan.slots[0], plan.caches[0], sampling.max_new_tokens)
         self.row_of = np.full(plan.slots[0], -1)
         """The row of the sample in each slot; -1 where there is none."""
         self.done = np.ones(plan.slots[0], bool)
@@ -211,6 +182,7 @@ class _Call:
         while True:
             self._fill()
             self._shrink()
+            self._grow()
             self.slots, summary = _advance(
                 self.weights,
                 self.config,
@@ -256,7 +228,7 @@ class _Call:
         """The cache of the prompts from `first` on."""
         chosen = self.prompts[first : first + self.plan.prompts]
         lengths = np.ones(self.plan.prompts, np.int32)  # where no prompt is left, one token
-        lengths[: len(chosen)] = [len(prompt) for prompt in chosen]
+        lengths[: len(chosen)] = self.prompt_lengths[first : first + len(chosen)]
         padded = np.zeros((self.plan.prompts, self.bucket), np.int32)
         for row, prompt in enumerate(chosen):
             padded[row, : len(prompt)] = prompt
@@ -274,7 +246,7 @@ class _Call:
         entry = Entry(
             slots=padded(at, len(self.done)),
             sources=padded(prompts - first, 0),
-            prompt_lengths=padded([len(self.prompts[i]) for i in prompts], 1),
+            prompt_lengths=padded(self.prompt_lengths[prompts], 1),
             last=padded([self.prompts[i][-1] for i in prompts], 0),
             sample_ids=padded(self.sample_ids[rows], 0, np.uint32),
             limits=padded(self.limits[rows], 0),
@@ -337,21 +309,38 @@ class _Call:
         # The slots that go on first, in their order; then as many of the others as fill the shape.
         keep = np.argsort(~parts, axis=1, kind="stable")[:, : size // self.shards].astype(np.int32)
         rows = (keep + np.arange(self.shards)[:, None] * parts.shape[1]).reshape(-1)
-        cache = self.slots.cache
-        # One array of the cache at a time, so that no second cache exists.
-        layers = {"keys": list(cache.keys), "values": list(cache.values)}
-        small = dataclasses.replace(self.slots, cache=dataclasses.replace(cache, keys=(), values=()))
-        self.slots = None  # type: ignore[assignment]
-        del cache
-        for arrays in layers.values():
-            for i in range(len(arrays)):
-                arrays[i] = _keep_cache(arrays[i], keep)
-        small = _keep_slots(small, keep)
-        self.slots = dataclasses.replace(
-            small, cache=dataclasses.replace(small.cache, **{k: tuple(v) for k, v in layers.items()})
-        )
+        cache = self._map_cache(lambda x, axis: _keep_cache(x, keep))
+        # What is not an array of one layer goes together; those are in `cache`.
+        rest = dataclasses.replace(cache, keys=(), values=())
+        small = _keep_slots(dataclasses.replace(self.slots, cache=rest), keep)
+        filled = dataclasses.replace(small.cache, keys=cache.keys, values=cache.values)
+        self.slots = dataclasses.replace(small, cache=filled)
         self._leave(np.setdiff1d(np.arange(len(self.done)), rows))
         self.row_of, self.done, self.lengths = self.row_of[rows], self.done[rows], self.lengths[rows]
+
+    def _grow(self) -> None:
+        """Room in the cache for the next chunk, where it lacks."""
+        prompts = self.prompt_lengths[self.row_of // self.sampling.n]
+        longest = int((prompts + self.lengths)[~self.done].max())
+        needed = min(longest + CHUNK_STEPS, self.plan.caches[-1])
+        size = min(size for size in self.plan.caches if size >= needed)
+        if size > self.slots.cache.size:
+            cache = self._map_cache(lambda x, axis: _grow_cache(x, size, axis))
+            self.slots = dataclasses.replace(self.slots, cache=cache)
+
+    def _map_cache(self, change: Callable[[jax.Array, int], jax.Array]) -> Cache:
+        """The slots' cache, which they lose, once `change(array, axis of the tokens)` has been to each array.
+
+        One array at a time, so that no second cache exists.
+        """
+        cache = self.slots.cache
+        keys, values = list(cache.keys), list(cache.values)
+        cache = dataclasses.replace(cache, keys=(), values=())
+        self.slots = dataclasses.replace(self.slots, cache=cache)
+        for arrays, axis in ((keys, 3), (values, 2)):
+            for i in range(len(arrays)):
+                arrays[i] = change(arrays[i], axis)
+        return dataclasses.replace(cache, keys=tuple(keys), values=tuple(values))
 
     def _drain(self) -> None:
         """Take over what `swap` gave, which is computed by now."""
@@ -396,5 +385,6 @@ _new_slots = jax.jit(new_slots, static_argnums=(0, 1, 2, 3))
 _prefill = jax.jit(prefill_prompts, static_argnames="config")
 _swap = jax.jit(swap, donate_argnums=0)
 _advance = jax.jit(advance, static_argnames=("config", "sampling"), donate_argnames="slots")
+_grow_cache = jax.jit(grow_cache, static_argnums=(1, 2))
 _keep_cache = jax.jit(keep_cache)
 _keep_slots = jax.jit(keep_slots)

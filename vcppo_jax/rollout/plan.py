@@ -5,8 +5,12 @@ from __future__ import annotations
 from typing import NamedTuple
 
 SMALLEST_PROMPT_BUCKET = 16
+SMALLEST_CACHE = 128
+"""Tokens; a smaller cache is not worth its compilation."""
 PREFILL_TOKENS = 4096
 """Prompt tokens, padding included, that are read in one call (one prompt at least)."""
+CHUNK_STEPS = 32
+"""Most decode steps per jitted call: how long Ctrl-C waits, and the grain of progress reports."""
 SHRINK_STEPS = 64
 """Fewer slots are worth their compilation where a sample may still go on for so many tokens."""
 
@@ -33,6 +37,8 @@ class Plan(NamedTuple):
     """Most slots that are filled at once."""
     wake: int
     """Empty slots for which decoding is interrupted, while samples wait."""
+    caches: tuple[int, ...]
+    """Tokens that the cache has room for: at first, then as responses get longer."""
 
 
 def prompt_bucket(longest: int) -> int:
@@ -40,7 +46,21 @@ def prompt_bucket(longest: int) -> int:
     return max(SMALLEST_PROMPT_BUCKET, 1 << (longest - 1).bit_length())
 
 
-def plan_slots(num_prompts: int, n: int, batch_size: int, shards: int, bucket: int) -> Plan:
+def plan_caches(bucket: int, max_new_tokens: int) -> tuple[int, ...]:
+    """The sizes of the cache for prompts padded to `bucket`, in tokens: doubled until all have room."""
+    total, size = bucket + max_new_tokens, SMALLEST_CACHE
+    while size <= bucket + CHUNK_STEPS:
+        size *= 2
+    sizes = []
+    while size < total:
+        sizes.append(size)
+        size *= 2
+    return (*sizes, total)
+
+
+def plan_slots(
+    num_prompts: int, n: int, batch_size: int, shards: int, bucket: int, max_new_tokens: int
+) -> Plan:
     """The shapes for n samples of each prompt, `batch_size` at once, with prompts padded to `bucket`.
 
     Fewer samples than `batch_size` take 1, 2, 3, 4, 6, 8, 12, ... slots, so that few shapes exist; slots are
@@ -57,4 +77,5 @@ def plan_slots(num_prompts: int, n: int, batch_size: int, shards: int, bucket: i
         slots.append(slots[-1] // 2)
     prompts = max(1, min(PREFILL_TOKENS // bucket, -(-most // n)))
     prompts = 1 << (prompts.bit_length() - 1)
-    return Plan(tuple(slots), prompts, max(1, most // 4), max(1, most // 16))
+    caches = plan_caches(bucket, max_new_tokens)
+    return Plan(tuple(slots), prompts, max(1, most // 4), max(1, most // 16), caches)

@@ -1,7 +1,8 @@
 """The device's side of generation: slots that decode together, and the jittable functions that change them.
 
 A slot holds one sample. `advance` decodes all slots together; `swap` takes finished samples out and puts
-waiting ones, whose prompts `prefill_prompts` has read, in; `keep_slots` leaves the slots that still work.
+waiting ones, whose prompts `prefill_prompts` has read, in; `keep_slots` leaves the slots that still work,
+and `grow_cache` makes room as responses get longer: a step reads all of the cache that there is.
 """
 
 from __future__ import annotations
@@ -15,13 +16,11 @@ from flax import struct
 from jax.typing import ArrayLike
 
 from vcppo_jax.models.config import ModelConfig
-from vcppo_jax.models.decode import Cache, constrain_cache, decode_step, empty_cache, prefill
+from vcppo_jax.models.decode import Cache, constrain_cache, constrain_kv, decode_step, empty_cache, prefill
 from vcppo_jax.models.heads import logits
+from vcppo_jax.rollout.plan import CHUNK_STEPS
 from vcppo_jax.rollout.sampling import Sampling, choose_token, sample_keys, token_uniforms
 from vcppo_jax.sharding import constrain
-
-CHUNK_STEPS = 32
-"""Most decode steps per jitted call: how long Ctrl-C waits, and the grain of progress reports."""
 
 
 @struct.dataclass
@@ -110,7 +109,7 @@ def prefill_prompts(weights: Any, config: ModelConfig, prompts: jax.Array, lengt
 
 def swap(slots: Slots, prompts: Cache, entry: Entry) -> tuple[Slots, Finished]:
     """(slots with the samples of `entry` put in, what was there before)."""
-    at, width = jnp.asarray(entry.slots), prompts.keys[0].shape[2]
+    at, width = jnp.asarray(entry.slots), prompts.size
     count = slots.last.shape[0]
     before = jnp.minimum(at, count - 1)
     finished = Finished(
@@ -120,12 +119,16 @@ def swap(slots: Slots, prompts: Cache, entry: Entry) -> tuple[Slots, Finished]:
     def put(old: jax.Array, new: ArrayLike) -> jax.Array:
         return constrain(old.at[at].set(new, mode="drop"), "batch")
 
-    def put_cache(old: jax.Array, new: jax.Array) -> jax.Array:
-        return old.at[at, :, :width].set(new[jnp.asarray(entry.sources)], mode="drop")
-
+    sources = jnp.asarray(entry.sources)
     cache = Cache(
-        keys=tuple(map(put_cache, slots.cache.keys, prompts.keys)),
-        values=tuple(map(put_cache, slots.cache.values, prompts.values)),
+        keys=tuple(
+            old.at[at, :, :, :width].set(new[sources], mode="drop")
+            for old, new in zip(slots.cache.keys, prompts.keys)
+        ),
+        values=tuple(
+            old.at[at, :, :width].set(new[sources], mode="drop")
+            for old, new in zip(slots.cache.values, prompts.values)
+        ),
         lengths=put(slots.cache.lengths, jnp.asarray(entry.prompt_lengths) - 1),
     )
     slots = dataclasses.replace(
@@ -195,7 +198,14 @@ def keep_slots(slots: Slots, keep: jax.Array) -> Slots:
 
 def keep_cache(x: jax.Array, keep: jax.Array) -> jax.Array:
     """Likewise, of one array of the cache."""
-    return constrain(_keep(x, keep), "batch", "act_kv_heads", "length", "head_dim")
+    return constrain_kv(_keep(x, keep))
+
+
+def grow_cache(x: jax.Array, size: int, axis: int) -> jax.Array:
+    """One array of the cache with room for `size` tokens; `axis` is that of the tokens."""
+    widths = [(0, 0)] * x.ndim
+    widths[axis] = (0, size - x.shape[axis])
+    return constrain_kv(jnp.pad(x, widths))
 
 
 def _keep(x: jax.Array, keep: jax.Array) -> jax.Array:

@@ -13,7 +13,7 @@ from jax.sharding import Mesh
 
 from vcppo_jax.data.packing import Packing
 from vcppo_jax.models.specs import is_spec, param_shardings
-from vcppo_jax.sharding import named_sharding, put, to_host
+from vcppo_jax.sharding import DEFAULT_LAYOUT, named_sharding, put, to_host
 from vcppo_jax.train.minibatches import MiniBatch
 from vcppo_jax.train.updates import (
     LossFunction,
@@ -37,7 +37,10 @@ def put_batch(batch: PackedBatch, mesh: Mesh) -> PackedBatch:
 
 
 class Learner:
-    """The network whose weights `specs` describe, its objective and its optimizer."""
+    """The network whose weights `specs` describe, its objective and its optimizer.
+
+    `layout`, one of `sharding.LAYOUTS`, is how its weights, gradients and optimizer states lie on `mesh`.
+    """
 
     def __init__(
         self,
@@ -48,13 +51,14 @@ class Learner:
         mesh: Mesh,
         *,
         max_skipped: int,
+        layout: str = DEFAULT_LAYOUT,
     ) -> None:
         self.name = name
         self.mesh = mesh
         self.max_skipped = max_skipped
         self._optimizer = optimizer
         shapes = jax.tree.map(lambda s: jax.ShapeDtypeStruct(s.shape, np.float32), specs, is_leaf=is_spec)
-        self.shardings = state_shardings(optimizer, shapes, param_shardings(specs, mesh), mesh)
+        self.shardings = state_shardings(optimizer, shapes, param_shardings(specs, mesh, layout), mesh)
         state = TrainState(
             params=shapes,
             opt_state=jax.eval_shape(optimizer.init, shapes),
