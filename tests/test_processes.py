@@ -224,5 +224,5 @@ def test_when_process_0_dies_the_others_say_so(tmp_path):
     job = Job(tmp_path, 2, *SHORT)
     job.await_checkpoint("sft", 1)
     job.processes[0].kill()
-    assert job.processes[1].wait(60) != 0
+    assert job.processes[1].wait(60) == LOST, job.said()
     assert any("process 0 (" in line and "was lost" in line for line in job.output(1)), job.said()
