@@ -81,8 +81,10 @@ def main() -> None:
     parser.add_argument("--sequence", type=int, default=1, help="devices that share a row; memory is of each")
     sizes = parser.parse_args()
 
-    print(f"jax {jax.__version__}; rows {sizes.batch}, length {sizes.length}, heads {sizes.heads}, kv heads "
-          f"{sizes.kv_heads}, head width {sizes.head_dim}, {sizes.dtype}, on {sizes.sequence} devices each\n")  # fmt: skip
+    print(
+        f"jax {jax.__version__}; rows {sizes.batch}, length {sizes.length}, heads {sizes.heads}, kv heads "
+        f"{sizes.kv_heads}, head width {sizes.head_dim}, {sizes.dtype}, on {sizes.sequence} devices each\n"
+    )
     print("| compiled for | implementation | temporary MiB | seconds to compile |")
     print("|---|---|---|---|")
     notes = []

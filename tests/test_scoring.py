@@ -35,7 +35,7 @@ def rollout_of(scores, lengths=None, first=0, width=4):
         samples,
         numbers[:, None] * np.ones((1, width), np.float32),
         lengths == width,
-        [str(n) for n in numbers],
+        lambda tokens: str(tokens[0]),
         [Verdict(float(score), "correct" if score > 0 else "wrong") for score in scores],
         int(lengths.sum()),
         4 * count,
@@ -134,7 +134,7 @@ def varied(rounds, *, prompts=2, limit=10):
 
 def rows(rollout):
     """The rows' numbers, which every part must agree on."""
-    numbers = [int(text) for text in rollout.texts]
+    numbers = [int(rollout.text(row)) for row in range(len(rollout.records))]
     assert numbers == [int(record.prompt_text) for record in rollout.records]
     assert numbers == [prompt[0] for prompt in rollout.samples.prompts]
     assert numbers == rollout.samples.responses[:, 0].tolist()
