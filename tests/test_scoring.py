@@ -36,7 +36,7 @@ def rollout_of(scores, lengths=None, first=0, width=4):
         numbers[:, None] * np.ones((1, width), np.float32),
         lengths == width,
         lambda tokens: str(tokens[0]),
-        [Verdict(float(score), "correct" if score > 0 else "wrong") for score in scores],
+        lambda: [Verdict(float(score), "correct" if score > 0 else "wrong") for score in scores],
         int(lengths.sum()),
         4 * count,
     )
@@ -128,7 +128,7 @@ def varied(rounds, *, prompts=2, limit=10):
         asked.append(position)
         return rollout_of(rounds[number], first=100 * number, width=4 + number)
 
-    got = collect_varied(sample, lambda r: r.scores, position=7, prompts=prompts, group_size=2, rounds=limit)
+    got = collect_varied(sample, position=7, prompts=prompts, group_size=2, rounds=limit)
     return got, asked
 
 
@@ -145,7 +145,7 @@ def rows(rollout):
 def test_groups_of_equal_scores_are_sampled_anew():
     got, asked = varied([[1, 1, 1, -1], [-1, -1, -1, 1], [1, -1, 1, -1]])
     assert rows(got.rollout) == [2, 3, 102, 103]
-    assert got.scores.tolist() == [1, -1, -1, 1]
+    assert got.rollout.scores.tolist() == [1, -1, -1, 1]
     assert asked == [7, 9]
     assert got.position == 11
     assert got.metrics == {
