@@ -11,6 +11,7 @@ from typing import Any
 import jax
 import numpy as np
 
+from vcppo_jax.config import Config
 from vcppo_jax.data.prompts import PromptRecord
 from vcppo_jax.data.tokenizer import decode, stop_finder
 from vcppo_jax.models.networks import Policy
@@ -119,9 +120,9 @@ class ScoredRollout:
         ]
 
 
-def rollout_sampling(workspace: Workspace) -> Sampling:
+def rollout_sampling(config: Config) -> Sampling:
     """How value-pretraining and RL sample."""
-    rollout = workspace.config.rollout
+    rollout = config.rollout
     return Sampling(
         max_new_tokens=rollout.max_new_tokens,
         temperature=rollout.temperature,

@@ -207,12 +207,14 @@ def run(workspace: Workspace) -> None:
     if steps is None:
         steps = section.epochs * math.ceil(len(stream) / section.batch_size)
     critic = learner(
-        workspace,
+        config,
+        workspace.mesh,
         "reward model",
         weight_specs(model.config, head="value", head_bias=False),
         ScoreObjective(model.config),
         section,
         updates=steps,
+        say=workspace.progress.message,
         layout=layout,
     )
     scorer = ResponseScorer(workspace, model.config)

@@ -46,7 +46,9 @@ class RL:
         self.workspace, self.config = workspace, workspace.config
         algorithm = self.config.algorithm
         self.policy = workspace.starting_policy()
-        self.actor = actor_learner(workspace, self.policy.config)
+        self.actor = actor_learner(
+            self.config, workspace.mesh, self.policy.config, workspace.progress.message
+        )
         self.score_logprobs = Scorer(
             LogprobScore(self.policy.config, self.config.rollout.temperature), workspace.mesh
         )
@@ -56,7 +58,12 @@ class RL:
             workspace.progress.message(origin)
             self.head_bias = "bias" in self.value_model.params["score"]
             self.critic = critic_learner(
-                workspace, self.value_model.config, head_bias=self.head_bias, phase="rl"
+                self.config,
+                workspace.mesh,
+                self.value_model.config,
+                workspace.progress.message,
+                head_bias=self.head_bias,
+                phase="rl",
             )
             self.score_values = Scorer(ValueScore(self.value_model.config), workspace.mesh)
         self.reference = self._reference() if algorithm.kl_coef > 0 else None
@@ -194,7 +201,7 @@ class RL:
                 self.workspace,
                 policy,
                 self.stream.take(at, prompts),
-                sampling=rollout_sampling(self.workspace),
+                sampling=rollout_sampling(self.config),
                 key=self.workspace.key("rl", "rollout", step, *names),
                 timer=timer,
                 interruptible=True,

@@ -45,12 +45,14 @@ def run(workspace: Workspace) -> None:
     if steps is None:
         steps = section.epochs * math.ceil(len(stream) / section.batch_size)
     actor = learner(
-        workspace,
+        config,
+        workspace.mesh,
         "policy",
         weight_specs(policy.config, head="lm"),
         SFTObjective(policy.config),
         section,
         updates=steps,
+        say=workspace.progress.message,
         layout=config.mesh.layout.actor,
     )
     save_model_files(phase_dir, "actor", workspace.model_dir, {})

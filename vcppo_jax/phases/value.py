@@ -75,7 +75,12 @@ class ValuePretraining:
         workspace.progress.message(self.origin)
         self.head_bias = "bias" in self.value_model.params["score"]
         self.critic = critic_learner(
-            workspace, self.value_model.config, head_bias=self.head_bias, phase="value"
+            self.config,
+            workspace.mesh,
+            self.value_model.config,
+            workspace.progress.message,
+            head_bias=self.head_bias,
+            phase="value",
         )
         self.scorer = Scorer(ValueScore(self.value_model.config), workspace.mesh)
         records = workspace.records("train")
@@ -100,7 +105,7 @@ class ValuePretraining:
                 self.workspace,
                 self.policy,
                 self.held_out_records,
-                sampling=rollout_sampling(self.workspace),
+                sampling=rollout_sampling(self.config),
                 key=self.workspace.key("value", "held_out"),
                 timer=Timer(),
                 interruptible=interruptible,
@@ -118,7 +123,7 @@ class ValuePretraining:
             self.workspace,
             self.policy,
             self.stream.take((step - 1) * section.prompts_per_step, section.prompts_per_step),
-            sampling=rollout_sampling(self.workspace),
+            sampling=rollout_sampling(self.config),
             key=self.workspace.key("value", "rollout", step),
             timer=timer,
             interruptible=True,
