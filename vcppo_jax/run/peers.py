@@ -196,7 +196,7 @@ class Job:
                 line = f"vcppo: process {self.index}: {news}{again}\n"
                 with contextlib.suppress(OSError):
                     os.write(2, line.encode(errors="replace"))
-            _exit(status)
+            exit_now(status)
 
     def _tell(self, message: dict[str, Any]) -> None:
         for connection in self._peers:
@@ -218,7 +218,7 @@ class Job:
                 self._ending = True
                 name = f"process {self.index} ({socket.gethostname()})"
                 self._tell({"ended": f"{name} failed: {message}", "status": status})
-            _exit(status)
+            exit_now(status)
 
     def leave(self) -> None:
         """Leave the job, which is done; waits for the other processes to do so."""
@@ -239,7 +239,7 @@ def _delay_abort() -> None:
         library.signal(signal.SIGABRT, ctypes.cast(library.sleep, ctypes.c_void_p))
 
 
-def _exit(status: int) -> NoReturn:
+def exit_now(status: int) -> NoReturn:
     """End at once: other threads may wait for ever in a collective, and Python would wait for them."""
     for stream in (sys.stdout, sys.stderr):
         with contextlib.suppress(OSError, ValueError):
