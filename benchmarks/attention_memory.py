@@ -125,7 +125,8 @@ def main() -> None:
     sizes = parser.parse_args()
 
     print(f"jax {jax.__version__}; rows {sizes.batch}, length {sizes.length}, heads {sizes.heads}, kv heads "
-          f"{sizes.kv_heads}, head width {sizes.head_dim}, {sizes.dtype}, on {sizes.sequence} devices each\n")  # fmt: skip
+          f"{sizes.kv_heads}, head width {sizes.head_dim}, {sizes.dtype}, "
+          f"{sizes.sequence} devices\n")  # fmt: skip
     print("| compiled for | implementation | temporary MiB | seconds to compile |")
     print("|---|---|---|---|")
     notes = []
