@@ -246,7 +246,7 @@ def test_jobset_restarts_on_what_a_restart_can_mend():
     assert reasons == {"PodFailurePolicy": "RestartJobSet", "BackoffLimitExceeded": "FailJobSet"}
     disrupted, ended = job["podFailurePolicy"]["rules"]
     assert disrupted["onPodConditions"] == [{"type": "DisruptionTarget", "status": "True"}]
-    assert ended["onExitCodes"] == {"operator": "In", "values": [75, 134, 137, 139, 143]}
+    assert ended["onExitCodes"] == {"operator": "In", "values": [75, 137, 139, 143]}
     assert job["backoffLimit"] == 0  # status 1 is in no rule: it fails the job, and that the JobSet
 
 

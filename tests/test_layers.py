@@ -28,10 +28,11 @@ ALLOWED = {
     "data": {"types"},
     "train": {"algos", "data", "models", "sharding", "types"},
     "run": set(),
+    "aot": set(),
     "config_load": {"config"},
     "config_study": {"config", "config_load", "config_objective"},
     "phases": {
-        *("algos", "models", "rollout", "rewards", "data", "train", "run", "sharding", "types"),
+        *("algos", "aot", "models", "rollout", "rewards", "data", "train", "run", "sharding", "types"),
         *("config", "config_checks", "config_load", "config_objective", "config_study"),
     },
     "cli": {"phases", "run", "config", "config_load", "config_study"},

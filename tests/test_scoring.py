@@ -35,8 +35,8 @@ def rollout_of(scores, lengths=None, first=0, width=4):
         samples,
         numbers[:, None] * np.ones((1, width), np.float32),
         lengths == width,
-        [str(n) for n in numbers],
-        [Verdict(float(score), "correct" if score > 0 else "wrong") for score in scores],
+        lambda tokens: str(tokens[0]),
+        lambda: [Verdict(float(score), "correct" if score > 0 else "wrong") for score in scores],
         int(lengths.sum()),
         4 * count,
     )
@@ -128,13 +128,13 @@ def varied(rounds, *, prompts=2, limit=10):
         asked.append(position)
         return rollout_of(rounds[number], first=100 * number, width=4 + number)
 
-    got = collect_varied(sample, lambda r: r.scores, position=7, prompts=prompts, group_size=2, rounds=limit)
+    got = collect_varied(sample, position=7, prompts=prompts, group_size=2, rounds=limit)
     return got, asked
 
 
 def rows(rollout):
     """The rows' numbers, which every part must agree on."""
-    numbers = [int(text) for text in rollout.texts]
+    numbers = [int(rollout.text(row)) for row in range(len(rollout.records))]
     assert numbers == [int(record.prompt_text) for record in rollout.records]
     assert numbers == [prompt[0] for prompt in rollout.samples.prompts]
     assert numbers == rollout.samples.responses[:, 0].tolist()
@@ -145,7 +145,7 @@ def rows(rollout):
 def test_groups_of_equal_scores_are_sampled_anew():
     got, asked = varied([[1, 1, 1, -1], [-1, -1, -1, 1], [1, -1, 1, -1]])
     assert rows(got.rollout) == [2, 3, 102, 103]
-    assert got.scores.tolist() == [1, -1, -1, 1]
+    assert got.rollout.scores.tolist() == [1, -1, -1, 1]
     assert asked == [7, 9]
     assert got.position == 11
     assert got.metrics == {

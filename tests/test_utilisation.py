@@ -6,8 +6,9 @@ import numpy as np
 import pytest
 from tiny_run import tiny_config
 
+from vcppo_jax.aot.chips import chip_of
 from vcppo_jax.models.config import model_config
-from vcppo_jax.models.flops import forward_flops, peak_tflops
+from vcppo_jax.models.flops import forward_flops
 from vcppo_jax.phases.utilisation import step_flops, utilisation
 
 CONFIG = {
@@ -56,7 +57,7 @@ def test_utilisation_is_over_all_devices_whose_peak_is_known(tmp_path):
     assert utilisation(tiny_config(tmp_path), 1e12, 2.0) == {}  # a CPU
     config = tiny_config(tmp_path, "logging.peak_tflops=0.5")
     assert utilisation(config, 1e12, 2.0) == {"perf/mfu": pytest.approx(1 / 2 / 0.5 / 8)}
-    assert peak_tflops("NVIDIA H100 80GB HBM3") == 989.0
-    assert peak_tflops("TPU v5 lite") == 197.0
-    assert peak_tflops("TPU v5p") == peak_tflops("TPU v5") == 459.0
-    assert peak_tflops("cpu") is None
+    assert chip_of("NVIDIA H100 80GB HBM3").tflops == 989.0
+    assert chip_of("TPU v5 lite").tflops == 197.0
+    assert chip_of("TPU v5p").tflops == chip_of("TPU v5").tflops == 459.0
+    assert chip_of("cpu") is None

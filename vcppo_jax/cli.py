@@ -24,6 +24,7 @@ COMMANDS = {
     "study": "several arms and seeds, and one page of them; picks up where it stopped",
     "export": "write a trained model as a Hugging Face directory",
     "report": "write the report page of a run again",
+    "plan": "what a run's programs take on hardware that need not be here: memory, time, what bounds it",
 }
 SECTIONS = {
     "sft": (
@@ -59,7 +60,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     Of a job of many processes: 75 where another process was lost.
     """
     args = parse(arguments)
-    command = {"export": _export, "study": _study}.get(args.command, _dispatch)
+    command = {"export": _export, "study": _study, "plan": _plan}.get(args.command, _dispatch)
     try:
         return _joined(command, args) if getattr(args, "distributed", False) else command(_alone(args))
     except BaseException as error:
@@ -149,7 +150,7 @@ def build_parser() -> argparse.ArgumentParser:
             formatter_class=argparse.RawDescriptionHelpFormatter,
             epilog=_LazyKeys(name) if name in SECTIONS or name in ("run", "study") else None,
         )
-        if name not in ("export", "report"):
+        if name not in ("export", "report", "plan"):
             _add_distributed(command)
         if name == "export":
             command.add_argument("run", metavar="RUN", help="a run, a phase of it, or PHASE/checkpoints/STEP")
@@ -170,6 +171,8 @@ def build_parser() -> argparse.ArgumentParser:
                     action="store_true",
                     help="instead, split the training prompts into easy, medium and hard by their pass rate",
                 )
+            if name == "plan":
+                _add_plan_options(command)
             command.add_argument("config", metavar="CONFIG", help="YAML file")
             command.add_argument(
                 "overrides",
@@ -178,6 +181,29 @@ def build_parser() -> argparse.ArgumentParser:
                 help="goes over the file; include=FILE merges one",
             )
     return parser
+
+
+def _add_plan_options(command: argparse.ArgumentParser) -> None:
+    command.add_argument(
+        "--topology",
+        required=True,
+        metavar="NAME",
+        help="v5p:4x4x4, v5e:8x8, v6e:8x8 (chips), h100:4x8, h200:1x8 (hosts x GPUs), cpu:8 (to try it out)",
+    )
+    command.add_argument(
+        "--search",
+        action="store_true",
+        help="try meshes, rows per micro-batch and remat policies, and rank those that fit",
+    )
+    command.add_argument("--parts", metavar="A,B", help="only these parts of a step (see docs/plan.md)")
+    command.add_argument(
+        "--response-tokens", type=int, metavar="N", help="mean length for the times; the limit by default"
+    )
+    command.add_argument(
+        "--prompt-tokens", type=int, metavar="N", help="mean length for the times; the limit by default"
+    )
+    command.add_argument("--json", metavar="FILE", help="write the plan as JSON")
+    command.add_argument("--markdown", metavar="FILE", help="write the page to a file, too")
 
 
 def _add_distributed(command: argparse.ArgumentParser) -> None:
@@ -294,6 +320,14 @@ def _study(args: argparse.Namespace) -> int:
         if _is_main():
             print(f"page: {page}")
     return 0
+
+
+def _plan(args: argparse.Namespace) -> int:
+    # Compiling for described devices needs no attached one, and should not take it.
+    os.environ.setdefault("JAX_PLATFORMS", "cpu")
+    from vcppo_jax.phases.plan_command import run_plan
+
+    return run_plan(args)
 
 
 def _interrupted(interrupted: Interrupted) -> int:

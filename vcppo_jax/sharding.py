@@ -23,6 +23,8 @@ DCN_AXES = ("dcn_data", "dcn_fsdp")
 
 `sequence` and `tensor` exchange activations in every layer and stay inside a slice (ICI).
 """
+WEIGHT_AXES = ("fsdp", "tensor")
+"""Mesh axes over which weights are split: `vcppo plan --search` tries sizes of these."""
 
 # Logical axis -> mesh axes. An axis that is not split maps to ().
 RULES: dict[str, tuple[str, ...]] = {

@@ -40,7 +40,7 @@ def run(workspace: Workspace) -> None:
     phase_dir = workspace.begin("grade")
     policy, name = last_policy(workspace)
     records = workspace.records("train")
-    sampling = dataclasses.replace(rollout_sampling(workspace), n=section.samples_per_prompt)
+    sampling = dataclasses.replace(rollout_sampling(workspace.config), n=section.samples_per_prompt)
     file = phase_dir / "grades.jsonl"
     done = from_main(lambda: _steps_done(phase_dir, file, workspace.run_dir / name / "checkpoints", name))
     log = StepLog(file, resume_step=done) if is_main() else None

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import yaml
+from jax.sharding import Mesh
 
-from vcppo_jax.config import OptimizerSection
+from vcppo_jax.config import Config, OptimizerSection
 from vcppo_jax.config_load import ConfigError
 from vcppo_jax.models.config import ModelConfig
 from vcppo_jax.models.networks import Policy, ValueModel
@@ -27,21 +29,29 @@ from vcppo_jax.train.objectives import PolicyObjective, ValueObjective
 from vcppo_jax.train.optimizer import learning_rate_schedule, make_optimizer
 from vcppo_jax.train.updates import LossFunction
 
+Say = Callable[[str], None]
+"""Where a line for the user goes."""
+
 
 def learner(
-    workspace: Workspace,
+    config: Config,
+    mesh: Mesh,
     name: str,
     specs: Any,
     objective: LossFunction,
     section: OptimizerSection,
     *,
     updates: int,
+    say: Say,
     layout: str,
     learning_rate: float | None = None,
 ) -> Learner:
-    """A network with the optimizer of its config section; its schedule ends after `updates`."""
+    """A network with the optimizer of its config section; its schedule ends after `updates`.
+
+    `say` is told where that is before the end of the warm-up.
+    """
     if section.warmup_steps > updates:
-        workspace.progress.message(
+        say(
             f"{name}: warmup_steps={section.warmup_steps} is more than the phase has updates, {updates}: "
             "the learning rate does not come to its peak"
         )
@@ -64,8 +74,8 @@ def learner(
         specs,
         objective,
         optimizer,
-        workspace.mesh,
-        max_skipped=workspace.config.train.max_skipped_updates,
+        mesh,
+        max_skipped=config.train.max_skipped_updates,
         layout=layout,
     )
 
@@ -75,11 +85,10 @@ def updates_in(steps: int, samples: int, mini_batch_size: int, epochs: int) -> i
     return steps * epochs * math.ceil(samples / mini_batch_size)
 
 
-def actor_learner(workspace: Workspace, model: ModelConfig) -> Learner:
-    """The policy in RL."""
-    config = workspace.config
+def actor_objective(config: Config, model: ModelConfig) -> PolicyObjective:
+    """What the policy is trained on in RL."""
     algorithm = config.algorithm
-    objective = PolicyObjective(
+    return PolicyObjective(
         config=model,
         temperature=config.rollout.temperature,
         policy_loss=algorithm.policy_loss,
@@ -92,27 +101,42 @@ def actor_learner(workspace: Workspace, model: ModelConfig) -> Learner:
         positive_nll_coef=algorithm.positive_nll_coef,
         sft_coef=algorithm.sft_coef,
     )
+
+
+def actor_learner(config: Config, mesh: Mesh, model: ModelConfig, say: Say) -> Learner:
+    """The policy in RL."""
     samples = config.rl.prompts_per_step * config.rollout.n
     steps = config.rl.steps - config.rl.critic_warmup_steps
     updates = updates_in(steps, samples, config.rl.mini_batch_size, config.actor.epochs)
     specs = weight_specs(model, head="lm")
     return learner(
-        workspace, "actor", specs, objective, config.actor, updates=updates, layout=config.mesh.layout.actor
+        config,
+        mesh,
+        "actor",
+        specs,
+        actor_objective(config, model),
+        config.actor,
+        updates=updates,
+        say=say,
+        layout=config.mesh.layout.actor,
     )
 
 
-def critic_learner(workspace: Workspace, value_model: ModelConfig, *, head_bias: bool, phase: str) -> Learner:
+def critic_learner(
+    config: Config, mesh: Mesh, value_model: ModelConfig, say: Say, *, head_bias: bool, phase: str
+) -> Learner:
     """The value model in value-pretraining ("value") or RL ("rl")."""
-    config = workspace.config
     section = config.value if phase == "value" else config.rl
     samples = section.prompts_per_step * config.rollout.n
     return learner(
-        workspace,
+        config,
+        mesh,
         "critic",
         weight_specs(value_model, head="value", head_bias=head_bias),
         ValueObjective(config=value_model, clip=config.algorithm.value_clip),
         config.critic,
         updates=updates_in(section.steps, samples, section.mini_batch_size, config.critic.epochs),
+        say=say,
         layout=config.mesh.layout.critic,
         learning_rate=config.value.learning_rate if phase == "value" else None,
     )

@@ -207,12 +207,14 @@ def run(workspace: Workspace) -> None:
     if steps is None:
         steps = section.epochs * math.ceil(len(stream) / section.batch_size)
     critic = learner(
-        workspace,
+        config,
+        workspace.mesh,
         "reward model",
         weight_specs(model.config, head="value", head_bias=False),
         ScoreObjective(model.config),
         section,
         updates=steps,
+        say=workspace.progress.message,
         layout=layout,
     )
     scorer = ResponseScorer(workspace, model.config)
@@ -225,8 +227,8 @@ def run(workspace: Workspace) -> None:
     def step_function(step: int, state: Any, meta: Meta) -> StepResult:
         timer = Timer()
         batch = stream.take((step - 1) * section.batch_size, section.batch_size)
-        ends = scorer.ends(pair_samples(workspace, batch), 2 * section.batch_size)
         with timer("score"):
+            ends = scorer.ends(pair_samples(workspace, batch), 2 * section.batch_size)
             metrics, gradient = pair_metrics(scorer(state["critic"].params, ends), "reward/")
         with timer("update"):
             fields = {"score_gradients": ends.field(gradient)}

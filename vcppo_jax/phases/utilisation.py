@@ -5,9 +5,10 @@ from __future__ import annotations
 import jax
 import numpy as np
 
+from vcppo_jax.aot.chips import chip_of
 from vcppo_jax.config import Config
 from vcppo_jax.models.config import ModelConfig
-from vcppo_jax.models.flops import BACKWARD, forward_flops, peak_tflops
+from vcppo_jax.models.flops import BACKWARD, forward_flops
 from vcppo_jax.phases.loop import Metrics
 
 
@@ -39,7 +40,8 @@ def utilisation(config: Config, flops: float, seconds: float) -> Metrics:
     devices = jax.devices()
     peak = config.logging.peak_tflops
     if peak is None:
-        peak = peak_tflops(devices[0].device_kind)
-    if peak is None:
-        return {}
+        chip = chip_of(devices[0].device_kind)
+        if chip is None:
+            return {}
+        peak = chip.tflops
     return {"perf/mfu": flops / seconds / (peak * 1e12 * len(devices))}

@@ -75,7 +75,12 @@ class ValuePretraining:
         workspace.progress.message(self.origin)
         self.head_bias = "bias" in self.value_model.params["score"]
         self.critic = critic_learner(
-            workspace, self.value_model.config, head_bias=self.head_bias, phase="value"
+            self.config,
+            workspace.mesh,
+            self.value_model.config,
+            workspace.progress.message,
+            head_bias=self.head_bias,
+            phase="value",
         )
         self.scorer = Scorer(ValueScore(self.value_model.config), workspace.mesh)
         records = workspace.records("train")
@@ -100,7 +105,7 @@ class ValuePretraining:
                 self.workspace,
                 self.policy,
                 self.held_out_records,
-                sampling=rollout_sampling(self.workspace),
+                sampling=rollout_sampling(self.config),
                 key=self.workspace.key("value", "held_out"),
                 timer=Timer(),
                 interruptible=interruptible,
@@ -118,18 +123,25 @@ class ValuePretraining:
             self.workspace,
             self.policy,
             self.stream.take((step - 1) * section.prompts_per_step, section.prompts_per_step),
-            sampling=rollout_sampling(self.workspace),
+            sampling=rollout_sampling(self.config),
             key=self.workspace.key("value", "rollout", step),
             timer=timer,
             interruptible=True,
         )
+        if self.rewards.by_model:
+            with timer("reward"):
+                scores = self.rewards.scores(rollout)
         with timer("values"):
             values = self.scorer(state["critic"].params, rollout.samples.pack())
-        with timer("reward"):
-            shaped, meta, reward_metrics = self.rewards.shape(self.rewards.scores(rollout), rollout, meta)
-        experience, statistics, _ = make_experience(
-            self.settings, rollout, shaped, rollout.samples.mask, None, None, values, 0.0
-        )
+        with timer("verify"):  # until here the verifier worked beside the device
+            metrics = rollout.metrics()
+        if not self.rewards.by_model:
+            scores = self.rewards.scores(rollout)
+        with timer("adv"):
+            shaped, meta, reward_metrics = self.rewards.shape(scores, rollout, meta)
+            experience, statistics, _ = make_experience(
+                self.settings, rollout, shaped, rollout.samples.mask, None, None, values, 0.0
+            )
         batches = mini_batches(
             rollout.samples,
             {"returns": experience.returns, "old_values": values},
@@ -142,7 +154,7 @@ class ValuePretraining:
         with timer("update_critic"):
             critic, infos = self.critic.steps(state["critic"], batches, f"value step {step}")
         state = {"critic": critic}
-        metrics = rollout.metrics() | reward_metrics | statistics | mean_infos(infos, "critic/")
+        metrics |= reward_metrics | statistics | mean_infos(infos, "critic/")
         stop, loss = False, None
         if step % section.held_out_every == 0:
             with timer("held_out"):

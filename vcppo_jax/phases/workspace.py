@@ -18,7 +18,7 @@ from jax.sharding import Mesh
 from vcppo_jax.config import Config
 from vcppo_jax.config_checks import GYM
 from vcppo_jax.config_load import ConfigError, dump_config
-from vcppo_jax.data.packing import PackShape, pack_shape
+from vcppo_jax.data.packing import PackShape
 from vcppo_jax.data.prompts import (
     LoadReport,
     PreferencePair,
@@ -45,12 +45,13 @@ from vcppo_jax.models.networks import Policy
 from vcppo_jax.models.specs import init_params, weight_specs
 from vcppo_jax.phases.artifacts import find_model, load_policy, with_all_eos
 from vcppo_jax.phases.loop import Interrupted, PhaseLoop, Signals, write_json, write_whole
+from vcppo_jax.phases.shapes import packed_shape
 from vcppo_jax.rewards.pool import VerifierPool
 from vcppo_jax.run.files import writing
 from vcppo_jax.run.metrics import read_step_log
 from vcppo_jax.run.processes import from_main, is_main
 from vcppo_jax.run.progress import Progress, Warnings
-from vcppo_jax.sharding import batch_shards, length_shards, make_mesh, rollout_mesh
+from vcppo_jax.sharding import make_mesh, rollout_mesh
 
 TASK = "task:"
 
@@ -160,15 +161,7 @@ class Workspace:
 
     def shape_for(self, max_response_tokens: int, sequences: int) -> PackShape:
         """The packed shape for so many sequences."""
-        config = self.config
-        longest = config.data.max_prompt_tokens + max_response_tokens
-        return pack_shape(
-            sequences=sequences,
-            row_tokens=max(config.train.row_tokens or 0, longest),
-            micro_batch_tokens=config.train.micro_batch_tokens,
-            shards=batch_shards(self.mesh),
-            length_shards=length_shards(self.mesh),
-        )
+        return packed_shape(self.config, self.mesh, max_response_tokens, sequences)
 
     # Phases.
 

@@ -22,24 +22,20 @@ import numpy as np
 from jax.sharding import Mesh
 
 from vcppo_jax.models.config import ModelConfig
-from vcppo_jax.models.decode import Cache, decode_weights
+from vcppo_jax.models.decode import Cache
 from vcppo_jax.models.networks import Policy
 from vcppo_jax.rollout.plan import CHUNK_STEPS, SHRINK_STEPS, Plan, Progress, plan_slots, prompt_bucket
+from vcppo_jax.rollout.programs import advance as _advance
+from vcppo_jax.rollout.programs import decode_weights as _decode_weights
+from vcppo_jax.rollout.programs import grow_cache as _grow_cache
+from vcppo_jax.rollout.programs import keep_cache as _keep_cache
+from vcppo_jax.rollout.programs import keep_slots as _keep_slots
+from vcppo_jax.rollout.programs import new_slots as _new_slots
+from vcppo_jax.rollout.programs import prefill as _prefill
+from vcppo_jax.rollout.programs import swap as _swap
 from vcppo_jax.rollout.request import check_prompts, per_row
 from vcppo_jax.rollout.sampling import Sampling
-from vcppo_jax.rollout.slots import (
-    Entry,
-    Finished,
-    Slots,
-    Summary,
-    advance,
-    grow_cache,
-    keep_cache,
-    keep_slots,
-    new_slots,
-    prefill_prompts,
-    swap,
-)
+from vcppo_jax.rollout.slots import Entry, Finished, Slots, Summary
 from vcppo_jax.sharding import batch_shards, to_host
 from vcppo_jax.types import Rollout
 
@@ -378,13 +374,3 @@ class _Call:
             self.finished_before + int((self.done & here).sum()),
             self.row_steps,
         )
-
-
-_decode_weights = jax.jit(decode_weights, static_argnames=("config", "int8"))
-_new_slots = jax.jit(new_slots, static_argnums=(0, 1, 2, 3))
-_prefill = jax.jit(prefill_prompts, static_argnames="config")
-_swap = jax.jit(swap, donate_argnums=0)
-_advance = jax.jit(advance, static_argnames=("config", "sampling"), donate_argnames="slots")
-_grow_cache = jax.jit(grow_cache, static_argnums=(1, 2))
-_keep_cache = jax.jit(keep_cache)
-_keep_slots = jax.jit(keep_slots)

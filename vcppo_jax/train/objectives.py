@@ -82,6 +82,19 @@ class PolicyObjective:
     positive_nll_coef: float
     sft_coef: float
 
+    @property
+    def fields(self) -> tuple[str, ...]:
+        """What it reads of a batch."""
+        terms = {
+            "importance": self.importance,
+            "ref_logprobs": self.kl_kind is not None,
+            "kl_weights": self.kl_kind is not None,
+            "positive_weights": self.positive_nll_coef > 0,
+            "sft_weights": self.sft_coef > 0,
+        }
+        read = (name for name, used in terms.items() if used)
+        return ("weights", "token_mean", "old_logprobs", "advantages", *read)
+
     def __call__(self, params: Params, batch: PackedBatch) -> tuple[jax.Array, Info]:
         """(loss, info) of one micro-batch."""
         fields = batch.fields
@@ -121,6 +134,8 @@ class ValueObjective:
 
     config: ModelConfig
     clip: float | None
+    fields = ("weights", "token_mean", "returns", "old_values")
+    """What it reads of a batch."""
 
     def __call__(self, params: Params, batch: PackedBatch) -> tuple[jax.Array, Info]:
         """(loss, info) of one micro-batch; reads returns and old_values."""
