@@ -185,7 +185,9 @@ def test_a_process_that_cannot_join_says_where_it_tried(tmp_path, monkeypatch):
     )
     assert result.returncode == 1, result.stderr
     last = result.stderr.splitlines()[-1]
-    assert last.startswith(f"vcppo: process 1 could not join the job at {address} within 2 s: ")
+    assert last.startswith(
+        f"vcppo: process 1 cannot join the job at {address}: not all processes came within 2 s"
+    )
 
 
 @pytest.mark.parametrize(
