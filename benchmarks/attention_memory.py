@@ -78,10 +78,13 @@ def main() -> None:
     for name, default in (("batch", 1), ("length", 16384), ("heads", 28), ("kv_heads", 4), ("head_dim", 128)):
         parser.add_argument(f"--{name.replace('_', '-')}", type=int, default=default)
     parser.add_argument("--dtype", default="bfloat16")
+    parser.add_argument("--sequence", type=int, default=1, help="devices that share a row; memory is of each")
     sizes = parser.parse_args()
 
-    print(f"jax {jax.__version__}; rows {sizes.batch}, length {sizes.length}, heads {sizes.heads}, kv heads "
-          f"{sizes.kv_heads}, head width {sizes.head_dim}, {sizes.dtype}\n")  # fmt: skip
+    print(
+        f"jax {jax.__version__}; rows {sizes.batch}, length {sizes.length}, heads {sizes.heads}, kv heads "
+        f"{sizes.kv_heads}, head width {sizes.head_dim}, {sizes.dtype}, on {sizes.sequence} devices each\n"
+    )
     print("| compiled for | implementation | temporary MiB | seconds to compile |")
     print("|---|---|---|---|")
     notes = []
@@ -93,7 +96,7 @@ def main() -> None:
             notes.append(f"{name} is left out: {error}")
             continue
         notes.append(f"{name}: {', '.join(f'{p} {importlib.metadata.version(p)}' for p in packages)}")
-        mesh = make_mesh({"fsdp": 1}, devices[:1])
+        mesh = make_mesh({"sequence": sizes.sequence}, devices[: sizes.sequence])
         for label, options, packed in programs:
             if label not in (sizes.implementation or [label]):
                 continue

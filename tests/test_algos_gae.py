@@ -125,7 +125,7 @@ def test_one_lambda_per_sequence(form, shape, gaps):
 @with_and_without_gaps
 @pytest.mark.parametrize("form", FORMS)
 def test_a_long_sequence_equals_the_loop(form, gaps):
-    rewards, values, mask = sample(2, (3, 1000), gaps=gaps)
+    rewards, values, mask = sample(2, (3, 16_384), gaps=gaps)
     advantages = FORMS[form](rewards, values, mask, gamma=1.0, lam=0.99)
     np.testing.assert_allclose(advantages, loop_gae(rewards, values, mask, 1.0, 0.99), atol=1e-4, rtol=1e-4)
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import subprocess
 import sys
 from pathlib import Path
@@ -10,7 +11,7 @@ import numpy as np
 import pytest
 
 BENCHMARKS = Path(__file__).parent.parent / "benchmarks"
-SCRIPTS = ("gae", "generate", "update", "first_update", "iteration")
+SCRIPTS = ("gae", "generate", "update", "first_update", "iteration", "stages")
 
 
 @pytest.fixture
@@ -75,3 +76,27 @@ def test_an_iteration_learns_the_same_as_the_plain_torch_one(beside, tmp_path):
     for name, losses in ours["losses"].items():
         assert min(map(abs, losses)) > 1e-3
         np.testing.assert_allclose(losses, torch["losses"][name], rtol=1e-4, err_msg=name)
+
+
+def test_the_stages_of_a_run_sum_to_its_steps(beside, tmp_path, capsys):
+    import stages
+
+    (tmp_path / "rl").mkdir()
+    rows = [
+        {"step": 0, "val-core/x/acc/mean@1": 0.5},
+        {"step": 1, "timing_s/generate": 8.0, "timing_s/step": 20.0},
+        {"step": 2, "timing_s/generate": 1.0, "timing_s/adv": 0.5, "timing_s/step": 2.0},
+        {"step": 3, "timing_s/generate": 2.0, "timing_s/step": 2.0},
+    ]
+    (tmp_path / "rl" / "metrics.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    assert stages.main([str(tmp_path)]) == 0
+    table = [line.split("|")[1:-1] for line in capsys.readouterr().out.splitlines() if line.startswith("|")]
+    cells = {row[1].strip(): [cell.strip() for cell in row[2:]] for row in table[2:]}
+    assert cells == {
+        "generate": ["8.00", "3.00", "75.0%", "1500.0 (1000.0-2000.0)"],
+        "adv": ["0.00", "0.50", "12.5%", "250.0 (0.0-500.0)"],
+        "other": ["12.00", "0.50", "12.5%", "250.0 (0.0-500.0)"],
+        "step": ["20.00", "4.00", "100.0%", "2000.0 (2000.0-2000.0)"],
+    }
+    assert stages.main([str(tmp_path / "rl")]) == 1
+    assert "expected a run's directory" in capsys.readouterr().err

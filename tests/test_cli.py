@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import resource
 import signal
 import subprocess
@@ -115,6 +116,34 @@ print("heavy:", sorted(heavy))
 """
     done = subprocess.run([sys.executable, "-c", source], capture_output=True, text=True, check=True)
     assert done.stdout == "heavy: []\n"
+
+
+def test_help_takes_less_than_half_a_second():
+    """Of the processor: a machine may be busy."""
+
+    def seconds():
+        usage = resource.getrusage(resource.RUSAGE_CHILDREN)
+        return usage.ru_utime + usage.ru_stime
+
+    before = seconds()
+    subprocess.run([sys.executable, "-m", "vcppo_jax.cli", "--help"], capture_output=True, check=True)
+    assert seconds() - before < 0.5
+
+
+@pytest.mark.parametrize("chosen", [None, "elsewhere"])
+def test_compiled_programs_are_kept_between_runs(tmp_path, chosen):
+    environment = {k: v for k, v in os.environ.items() if k != "JAX_COMPILATION_CACHE_DIR"}
+    environment["XDG_CACHE_HOME"] = str(tmp_path)
+    if chosen is not None:
+        environment["JAX_COMPILATION_CACHE_DIR"] = chosen
+    source = (
+        "from vcppo_jax import cli; cli._configure_jax(); "
+        "import jax; print(jax.config.jax_enable_compilation_cache, jax.config.jax_compilation_cache_dir)"
+    )
+    done = subprocess.run(
+        [sys.executable, "-c", source], capture_output=True, text=True, check=True, env=environment
+    )
+    assert done.stdout.split() == ["True", chosen or str(tmp_path / "vcppo_jax" / "xla")]
 
 
 def test_a_command_that_does_not_exist(capsys):

@@ -1,6 +1,7 @@
 """Each phase trains, writes what the design names, and hands its result to the next; export; load."""
 
 import json
+import time
 
 import numpy as np
 import pytest
@@ -14,6 +15,7 @@ from vcppo_jax.phases.pipeline import run_phases
 from vcppo_jax.phases.value import settled
 from vcppo_jax.rewards.score import Verdict
 from vcppo_jax.run.metrics import read_metrics
+from vcppo_jax.train.learner import Scorer
 
 RL_NAMES = {
     "actor/pg_loss", "actor/pg_clipfrac", "actor/ppo_kl", "actor/entropy", "actor/grad_norm",
@@ -83,6 +85,20 @@ def test_finished_phases_are_left_alone_and_other_settings_are_refused(run, caps
         run_phases(changed, ("rl",))
 
 
+def unaccounted(row):
+    """Seconds of a step that no stage of its timeline has."""
+    stages = [v for k, v in row.items() if k.startswith("timing_s/") and k != "timing_s/step"]
+    return row["timing_s/step"] - sum(stages)
+
+
+@pytest.mark.parametrize("phase", ["sft", "value", "rl"])
+def test_the_stages_of_a_step_sum_to_its_time(run, phase):
+    rows = [row for row in read_metrics(run / "run" / phase) if row["step"] > 0]
+    assert all(unaccounted(row) >= 0 for row in rows)
+    print([(row["timing_s/step"], unaccounted(row)) for row in rows])
+    assert sum(map(unaccounted, rows)) < 0.05 * sum(row["timing_s/step"] for row in rows)
+
+
 BASELINES = {
     "grpo-kl-loss": ("algorithm.advantage=grpo", "algorithm.kl_coef=0.1"),
     "grpo": ("algorithm.advantage=grpo",),
@@ -91,20 +107,27 @@ BASELINES = {
 
 
 ORDER = (
-    "generate", "verify", "reward", "old_log_prob", "ref", "values", "adv",
+    "generate", "old_log_prob", "ref", "reward", "values", "verify", "adv",
     "update_critic", "update_actor", "step",
 )  # fmt: skip
 """Of a step's stages; the metrics list them as they ran."""
 
 
+VERIFIER_SECONDS, SCORING_SECONDS = 1.0, 0.4
+"""How long the stubs below take: the verifier once a step, each pass for log-probs or values."""
+
+
 def every_second_one_is_right(responses, golds, **_):
     """Verdicts that differ between the two samples of a prompt, which an untrained model's never do."""
+    time.sleep(VERIFIER_SECONDS)
     return [Verdict(-1.0, "wrong") if row % 2 else Verdict(1.0, "correct") for row in range(len(responses))]
 
 
 @pytest.mark.parametrize("name", BASELINES)
 def test_the_baselines_run_on_the_same_code(run, tmp_path, capsys, monkeypatch, name):
     monkeypatch.setattr("vcppo_jax.phases.collect.verify", every_second_one_is_right)
+    score = Scorer.__call__
+    monkeypatch.setattr(Scorer, "__call__", lambda *given: (time.sleep(SCORING_SECONDS), score(*given))[1])
     config = tiny_config(
         tmp_path,
         "phases=[rl]",
@@ -129,6 +152,13 @@ def test_the_baselines_run_on_the_same_code(run, tmp_path, capsys, monkeypatch, 
     stages = [key.removeprefix("timing_s/") for key in rows[0] if key.startswith("timing_s/")]
     assert stages == [stage for stage in ORDER if stage in stages], "in the order in which they ran"
     assert ("ref" in stages, "update_critic" in stages) == (name != "grpo", has_critic)
+    # The verifier works while log-probs and values are computed; only what it then still needs is waited for.
+    passes = sum(stage in ("old_log_prob", "ref", "values") for stage in stages)
+    seconds = rows[1]
+    assert seconds["timing_s/old_log_prob"] > SCORING_SECONDS
+    left = max(0.0, VERIFIER_SECONDS - passes * SCORING_SECONDS)
+    assert seconds["timing_s/verify"] < left + 0.3
+    assert unaccounted(seconds) < 0.05 * seconds["timing_s/step"]
     # At the first rollout the policy is the reference; later a penalty is taken off the score.
     penalty = [row["critic/score/mean"] - row["critic/rewards/mean"] for row in rows]
     assert penalty[0] == pytest.approx(0, abs=1e-6)

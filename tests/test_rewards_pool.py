@@ -142,6 +142,23 @@ def test_an_interrupted_batch_leaves_nothing_behind_for_the_next(pool):
     assert pool.run([EASY, ("y", "z")], timeout_s=5.0) == ["correct", "wrong"]
 
 
+def test_closing_ends_the_batch_of_another_thread(pool):
+    """Ctrl-C in a trainer whose verifier works in the background."""
+    pool.run([EASY], timeout_s=5.0)
+    server, found = pool._server.process.pid, []
+    tasks = [EASY, *[(TOWERS[0], "3")] * 8]
+    batch = threading.Thread(target=lambda: found.append(pool.run(tasks, timeout_s=60.0)))
+    batch.start()
+    time.sleep(0.5)
+    start = time.monotonic()
+    pool.close()
+    batch.join(5.0)
+    assert time.monotonic() - start < 5.0
+    assert gone(server)
+    assert found == [["correct", *["error"] * 8]]
+    assert pool.run([EASY], timeout_s=5.0) == ["correct"]
+
+
 def test_the_server_ends_when_its_stdin_closes(pool):
     pool.run([EASY], timeout_s=5.0)
     server = pool._server.process

@@ -2,6 +2,7 @@
 
 import json
 import signal
+import threading
 from types import SimpleNamespace
 
 import jax
@@ -20,6 +21,7 @@ from vcppo_jax.phases.scoring import Rewards
 from vcppo_jax.rewards.score import Verdict
 from vcppo_jax.run.checkpoint import read_params
 from vcppo_jax.run.metrics import read_metrics
+from vcppo_jax.run.processes import share_out
 from vcppo_jax.train.minibatches import Samples
 
 
@@ -35,8 +37,8 @@ def rollout_of(scores, lengths=None, first=0, width=4):
         samples,
         numbers[:, None] * np.ones((1, width), np.float32),
         lengths == width,
-        [str(n) for n in numbers],
-        [Verdict(float(score), "correct" if score > 0 else "wrong") for score in scores],
+        lambda tokens: str(tokens[0]),
+        lambda: [Verdict(float(score), "correct" if score > 0 else "wrong") for score in scores],
         int(lengths.sum()),
         4 * count,
     )
@@ -128,13 +130,13 @@ def varied(rounds, *, prompts=2, limit=10):
         asked.append(position)
         return rollout_of(rounds[number], first=100 * number, width=4 + number)
 
-    got = collect_varied(sample, lambda r: r.scores, position=7, prompts=prompts, group_size=2, rounds=limit)
+    got = collect_varied(sample, position=7, prompts=prompts, group_size=2, rounds=limit)
     return got, asked
 
 
 def rows(rollout):
     """The rows' numbers, which every part must agree on."""
-    numbers = [int(text) for text in rollout.texts]
+    numbers = [int(rollout.text(row)) for row in range(len(rollout.records))]
     assert numbers == [int(record.prompt_text) for record in rollout.records]
     assert numbers == [prompt[0] for prompt in rollout.samples.prompts]
     assert numbers == rollout.samples.responses[:, 0].tolist()
@@ -145,7 +147,7 @@ def rows(rollout):
 def test_groups_of_equal_scores_are_sampled_anew():
     got, asked = varied([[1, 1, 1, -1], [-1, -1, -1, 1], [1, -1, 1, -1]])
     assert rows(got.rollout) == [2, 3, 102, 103]
-    assert got.scores.tolist() == [1, -1, -1, 1]
+    assert got.rollout.scores.tolist() == [1, -1, -1, 1]
     assert asked == [7, 9]
     assert got.position == 11
     assert got.metrics == {
@@ -166,6 +168,23 @@ def test_what_lacks_after_the_last_round_is_filled_up():
 def test_groups_beyond_what_is_needed_are_left():
     got, _ = varied([[1, -1, -1, -1], [1, -1, 1, -1]])
     assert rows(got.rollout) == [0, 1, 100, 101]
+
+
+def test_what_is_shared_out_goes_on_in_the_background():
+    may_end = threading.Event()
+
+    def double(items):
+        assert may_end.wait(10)
+        return [2 * item for item in items]
+
+    def fail(items):
+        raise OSError("no process can be started")
+
+    results = share_out(range(3), double)
+    may_end.set()  # only after the call: who did the work in it would wait here
+    assert results() == results() == [0, 2, 4]
+    with pytest.raises(OSError, match="no process can be started"):
+        share_out(range(3), fail)()
 
 
 EVERYTHING = (

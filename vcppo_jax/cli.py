@@ -103,9 +103,13 @@ def _joined(command: Callable[[argparse.Namespace], int], args: argparse.Namespa
     _configure_jax()
     from jax.errors import JaxRuntimeError
 
-    from vcppo_jax.run.peers import join
+    from vcppo_jax.run.peers import JoinError, exit_now, join
 
-    job = join(timeout_s=args.join_timeout)
+    try:
+        job = join(timeout_s=args.join_timeout)
+    except JoinError as error:
+        print(f"vcppo: {error}", file=sys.stderr)
+        exit_now(1)  # JAX would wait for the others first
     try:
         status = command(args)
     except BaseException as error:

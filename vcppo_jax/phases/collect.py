@@ -37,11 +37,17 @@ class ScoredRollout:
     truncated: np.ndarray
     decode: Callable[[np.ndarray], str]
     """From the tokens of a response to its text."""
-    verdicts: list[Verdict]
+    judge: Callable[[], list[Verdict]]
+    """Waits for the verifier, which works in the background; all processes must call it together."""
     tokens: int
     """Response tokens that were sampled for these rows and those they were chosen from,"""
     row_steps: int
     """and the decode steps times slots that it took."""
+
+    @property
+    def verdicts(self) -> list[Verdict]:
+        """[B]; raises what the verifier raised."""
+        return self.judge()
 
     @property
     def scores(self) -> np.ndarray:
@@ -60,7 +66,7 @@ class ScoredRollout:
             self.engine_logprobs[rows],
             self.truncated[rows],
             self.decode,
-            [self.verdicts[i] for i in rows.tolist()],
+            _already([self.verdicts[i] for i in rows.tolist()]),
             self.tokens,
             self.row_steps,
         )
@@ -75,7 +81,7 @@ class ScoredRollout:
             np.concatenate([widen(self.engine_logprobs, width), widen(other.engine_logprobs, width)]),
             np.concatenate([self.truncated, other.truncated]),
             self.decode,
-            [*self.verdicts, *other.verdicts],
+            _already([*self.verdicts, *other.verdicts]),
             self.tokens + other.tokens,
             self.row_steps + other.row_steps,
         )
@@ -138,7 +144,7 @@ def collect(
     interruptible: bool,
     int8_weights: bool = False,
 ) -> ScoredRollout:
-    """`sampling.n` scored responses to each record.
+    """`sampling.n` responses to each record; the verifier begins when the last of them has ended.
 
     With `interruptible`, a signal ends it between decode chunks (raises Interrupted); the caller then still
     holds the state from before the step.
@@ -170,27 +176,26 @@ def collect(
             token_budget=workspace.config.rollout.token_budget,
             on_progress=on_progress,
         )
-    with timer("verify"):
-        rows = [record for record in records for _ in range(sampling.n)]
-        tokens, lengths = np.asarray(rollout.tokens), np.asarray(rollout.lengths)
-        truncated = np.asarray(rollout.truncated)
-        as_text = functools.partial(decode, workspace.tokenizer, eos_ids=workspace.eos_ids)
+    rows = [record for record in records for _ in range(sampling.n)]
+    tokens, lengths = np.asarray(rollout.tokens), np.asarray(rollout.lengths)
+    truncated = np.asarray(rollout.truncated)
+    as_text = functools.partial(decode, workspace.tokenizer, eos_ids=workspace.eos_ids)
 
-        def verified(prompts: Sequence[int]) -> list[list[Verdict]]:
-            """Of each of these prompts, the verdicts on its responses."""
-            n = sampling.n
-            chosen = [prompt * n + sample for prompt in prompts for sample in range(n)]
-            verdicts = verify(
-                [as_text(tokens[i, : lengths[i]]) for i in chosen],
-                [rows[i].answer for i in chosen],
-                truncated=[bool(truncated[i]) for i in chosen],
-                thinking_open=[rows[i].thinking_open for i in chosen],
-                timeout_s=workspace.config.verifier.timeout_s,
-                pool=workspace.verifier,
-            )
-            return [verdicts[at : at + n] for at in range(0, len(verdicts), n)]
+    def verified(prompts: Sequence[int]) -> list[list[Verdict]]:
+        """Of each of these prompts, the verdicts on its responses."""
+        n = sampling.n
+        chosen = [prompt * n + sample for prompt in prompts for sample in range(n)]
+        verdicts = verify(
+            [as_text(tokens[i, : lengths[i]]) for i in chosen],
+            [rows[i].answer for i in chosen],
+            truncated=[bool(truncated[i]) for i in chosen],
+            thinking_open=[rows[i].thinking_open for i in chosen],
+            timeout_s=workspace.config.verifier.timeout_s,
+            pool=workspace.verifier,
+        )
+        return [verdicts[at : at + n] for at in range(0, len(verdicts), n)]
 
-        verdicts = [verdict for group in share_out(range(len(records)), verified) for verdict in group]
+    groups = share_out(range(len(records)), verified)
     samples = Samples(
         [record.prompt_ids for record in rows],
         tokens,
@@ -198,8 +203,19 @@ def collect(
         lambda count: workspace.shape_for(sampling.max_new_tokens, count),
     )
     return ScoredRollout(
-        rows, samples, np.asarray(rollout.logprobs), truncated, as_text, verdicts, now.tokens, now.row_steps
+        rows,
+        samples,
+        np.asarray(rollout.logprobs),
+        truncated,
+        as_text,
+        lambda: [verdict for group in groups() for verdict in group],
+        now.tokens,
+        now.row_steps,
     )
+
+
+def _already(verdicts: list[Verdict]) -> Callable[[], list[Verdict]]:
+    return lambda: verdicts
 
 
 @dataclasses.dataclass
@@ -207,8 +223,6 @@ class VariedRollout:
     """What `collect_varied` gives."""
 
     rollout: ScoredRollout
-    scores: np.ndarray
-    """[B] float32."""
     position: int
     """Where the next step's prompts begin."""
     metrics: Metrics
@@ -216,7 +230,6 @@ class VariedRollout:
 
 def collect_varied(
     sample: Callable[[int, int], ScoredRollout],
-    score: Callable[[ScoredRollout], np.ndarray],
     *,
     position: int,
     prompts: int,
@@ -229,22 +242,19 @@ def collect_varied(
     there are enough or `rounds` are done. What then lacks is filled up with the first of the other groups, so
     that a step has one size. Groups beyond `prompts` are not used and not sampled again in this epoch.
     """
-    pieces: list[tuple[ScoredRollout, np.ndarray]] = []
+    pieces: list[ScoredRollout] = []
     varied: list[int] = []
     equal: list[int] = []
     while len(varied) < prompts and len(pieces) < rounds:
         rollout = sample(len(pieces), position)
-        scores = score(rollout)
         position += prompts
         groups = rollout.scores.reshape(-1, group_size)
         varies = groups.max(axis=1) > groups.min(axis=1)
         first = len(pieces) * prompts
         varied += (first + np.flatnonzero(varies)).tolist()
         equal += (first + np.flatnonzero(~varies)).tolist()
-        pieces.append((rollout, scores))
-    whole, all_scores = pieces[0]
-    for rollout, scores in pieces[1:]:
-        whole, all_scores = whole.join(rollout), np.concatenate([all_scores, scores])
+        pieces.append(rollout)
+    whole = functools.reduce(ScoredRollout.join, pieces)
     filled = max(0, prompts - len(varied))
     chosen = np.asarray([*varied[:prompts], *equal[:filled]])
     rows = (chosen[:, None] * group_size + np.arange(group_size)).reshape(-1)
@@ -254,4 +264,4 @@ def collect_varied(
         "dynamic_sampling/filled": filled,
         "dynamic_sampling/acc/mean": float((whole.scores > 0).mean()),
     }
-    return VariedRollout(whole.take(rows), all_scores[rows], position, metrics)
+    return VariedRollout(whole.take(rows), position, metrics)

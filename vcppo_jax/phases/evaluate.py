@@ -45,20 +45,23 @@ def evaluate_policy(
     Per source: `val-core/<source>/acc/mean@k`, the mean accuracy of k samples, and with k > 1
     `val-aux/<source>/acc/best@k`, the share of problems that one of k samples solves.
     """
-    metrics: Metrics = {}
-    examples: list[dict[str, Any]] = []
     sampling, limit = evaluation_sampling(workspace), workspace.config.evaluate.max_prompts
-    for source in sorted({record.source for record in records}):
-        chosen = [record for record in records if record.source == source][:limit]
-        rollout = collect(
+    # All are sampled before the first verdict is waited for: the verifier works beside the device.
+    rollouts = {
+        source: collect(
             workspace,
             policy,
-            chosen,
+            [record for record in records if record.source == source][:limit],
             sampling=sampling,
             key=key,
             timer=Timer(),
             interruptible=interruptible,
         )
+        for source in sorted({record.source for record in records})
+    }
+    metrics: Metrics = {}
+    examples: list[dict[str, Any]] = []
+    for source, rollout in rollouts.items():
         metrics |= source_metrics(source, rollout, sampling.n)
         examples += rollout.examples(max(1, workspace.config.logging.samples_per_step))
     return metrics, examples

@@ -227,8 +227,8 @@ def run(workspace: Workspace) -> None:
     def step_function(step: int, state: Any, meta: Meta) -> StepResult:
         timer = Timer()
         batch = stream.take((step - 1) * section.batch_size, section.batch_size)
-        ends = scorer.ends(pair_samples(workspace, batch), 2 * section.batch_size)
         with timer("score"):
+            ends = scorer.ends(pair_samples(workspace, batch), 2 * section.batch_size)
             metrics, gradient = pair_metrics(scorer(state["critic"].params, ends), "reward/")
         with timer("update"):
             fields = {"score_gradients": ends.field(gradient)}

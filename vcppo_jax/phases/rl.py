@@ -1,7 +1,7 @@
 """RL: VC-PPO, and what it is compared with, on the same code.
 
-One step, in this order: rollout, scores, old and reference log-probs, rewards, values, advantages and
-returns, the critic's updates, the actor's.
+One step, in this order: rollout, old and reference log-probs, rewards, values, advantages and returns, the
+critic's updates, the actor's. The verifier works while the device computes log-probs and values.
 """
 
 from __future__ import annotations
@@ -131,33 +131,40 @@ class RL:
             self.value_model = dataclasses.replace(self.value_model, params=None)
         collected = self._collect(step, state, meta.get("position", 0), timer)
         rollout, meta = collected.rollout, meta | {"position": collected.position}
-        packing = rollout.samples.pack()
         with timer("old_log_prob"):
+            packing = rollout.samples.pack()
             old_logprobs = self.score_logprobs(state["actor"].params, packing)
         ref_logprobs = old_logprobs
         if self.reference is not None:
             with timer("ref"):
                 ref_logprobs = self.score_logprobs(self.reference, packing)
+        if self.rewards.by_model:
+            with timer("reward"):
+                scores = self.rewards.scores(rollout)
         values = np.zeros_like(old_logprobs)
         if self.critic is not None:
             with timer("values"):
                 values = self.score_values(state["critic"].params, packing)
+        with timer("verify"):  # until here the verifier worked beside the device
+            metrics = rollout.metrics() | collected.metrics
+        if not self.rewards.by_model:
+            scores = self.rewards.scores(rollout)
         kl_coef = meta.get("kl_coef", config.algorithm.kl_coef)
         with timer("adv"):
-            rewards, meta, reward_metrics = self.rewards.shape(collected.scores, rollout, meta)
+            rewards, meta, reward_metrics = self.rewards.shape(scores, rollout, meta)
             loss_mask = self.rewards.loss_mask(rollout)
             experience, statistics, raw = make_experience(
                 self.settings, rollout, rewards, loss_mask, old_logprobs, ref_logprobs, values, kl_coef
             )
-        if step == 1 and self.critic is not None:
-            file = self.workspace.phase_dir("rl") / "positions.json"
-            write_json(file, positions(experience, raw, self.settings))
-        metrics = rollout.metrics() | collected.metrics | reward_metrics | self._relevant(statistics)
-        metrics |= engine_metrics(old_logprobs, rollout)
-        if self.reference is not None:
-            adapts = step > config.rl.critic_warmup_steps  # until then the two are one
-            meta, kl_metrics = self._kl(old_logprobs, ref_logprobs, rollout, kl_coef, meta, adapts=adapts)
-            metrics |= kl_metrics
+            if step == 1 and self.critic is not None:
+                file = self.workspace.phase_dir("rl") / "positions.json"
+                write_json(file, positions(experience, raw, self.settings))
+            metrics |= reward_metrics | self._relevant(statistics)
+            metrics |= engine_metrics(old_logprobs, rollout)
+            if self.reference is not None:
+                adapts = step > config.rl.critic_warmup_steps  # until then the two are one
+                meta, kl_metrics = self._kl(old_logprobs, ref_logprobs, rollout, kl_coef, meta, adapts=adapts)
+                metrics |= kl_metrics
         state, infos = self._update(step, state, rollout, experience, loss_mask, kl_coef, timer)
         metrics |= infos
         # With dynamic sampling the score is that of chosen prompts, near 0 whatever the policy.
@@ -189,7 +196,7 @@ class RL:
         )
 
     def _collect(self, step: int, state: Any, position: int, timer: Timer) -> VariedRollout:
-        """The step's rollout with its scores, from the prompts at `position` on."""
+        """The step's rollout, from the prompts at `position` on."""
         config, prompts = self.config, self.config.rl.prompts_per_step
         policy = Policy(state["actor"].params, self.policy.config)
 
@@ -206,16 +213,17 @@ class RL:
                 int8_weights=config.rollout.int8_weights,
             )
 
-        def score(rollout: ScoredRollout) -> np.ndarray:
-            with timer("reward"):
-                return self.rewards.scores(rollout)
-
         if not config.rl.dynamic_sampling:
-            rollout = sample(0, position)
-            return VariedRollout(rollout, score(rollout), position + prompts, {})
+            return VariedRollout(sample(0, position), position + prompts, {})
+
+        def judged(round_: int, at: int) -> ScoredRollout:
+            rollout = sample(round_, at)
+            with timer("verify"):  # which groups are kept, and how many are missing, hangs on the verdicts
+                rollout.judge()
+            return rollout
+
         return collect_varied(
-            sample,
-            score,
+            judged,
             position=position,
             prompts=prompts,
             group_size=config.rollout.n,

@@ -41,6 +41,11 @@ class Rewards:
                 )
         self._start = [0.0, 0.0, 0.0] if moments is None else moments
 
+    @property
+    def by_model(self) -> bool:
+        """Whether the scores are a reward model's: the device computes them, and no verdict is waited for."""
+        return self._scorer is not None
+
     def scores(self, rollout: ScoredRollout) -> np.ndarray:
         """[B] float32, before any shaping: the verifier's +1 and -1, or the reward model's scores."""
         return rollout.scores if self._scorer is None else self._scorer(rollout.samples)

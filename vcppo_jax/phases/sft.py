@@ -60,16 +60,16 @@ def run(workspace: Workspace) -> None:
     def step_function(step: int, state: Any, meta: Meta) -> StepResult:
         timer = Timer()
         examples = stream.take((step - 1) * section.batch_size, section.batch_size)
-        batches = mini_batches(
-            demonstration_samples(workspace, examples),
-            {},
-            epochs=1,
-            mini_batch_size=section.batch_size,
-            aggregation="token-mean",
-            norm_length=config.rollout.max_new_tokens,
-            seed=(config.seed, step),
-        )
         with timer("update"):
+            batches = mini_batches(
+                demonstration_samples(workspace, examples),
+                {},
+                epochs=1,
+                mini_batch_size=section.batch_size,
+                aggregation="token-mean",
+                norm_length=config.rollout.max_new_tokens,
+                seed=(config.seed, step),
+            )
             actor_state, infos = actor.steps(state["actor"], batches, f"sft step {step}")
         metrics = {"sft/loss": infos[0]["loss"]} | mean_infos(infos, "sft/") | timer.metrics()
         return StepResult({"actor": actor_state}, meta, metrics, best_metric=-infos[0]["loss"])

@@ -130,13 +130,20 @@ class ValuePretraining:
             timer=timer,
             interruptible=True,
         )
+        if self.rewards.by_model:
+            with timer("reward"):
+                scores = self.rewards.scores(rollout)
         with timer("values"):
             values = self.scorer(state["critic"].params, rollout.samples.pack())
-        with timer("reward"):
-            shaped, meta, reward_metrics = self.rewards.shape(self.rewards.scores(rollout), rollout, meta)
-        experience, statistics, _ = make_experience(
-            self.settings, rollout, shaped, rollout.samples.mask, None, None, values, 0.0
-        )
+        with timer("verify"):  # until here the verifier worked beside the device
+            metrics = rollout.metrics()
+        if not self.rewards.by_model:
+            scores = self.rewards.scores(rollout)
+        with timer("adv"):
+            shaped, meta, reward_metrics = self.rewards.shape(scores, rollout, meta)
+            experience, statistics, _ = make_experience(
+                self.settings, rollout, shaped, rollout.samples.mask, None, None, values, 0.0
+            )
         batches = mini_batches(
             rollout.samples,
             {"returns": experience.returns, "old_values": values},
@@ -149,7 +156,7 @@ class ValuePretraining:
         with timer("update_critic"):
             critic, infos = self.critic.steps(state["critic"], batches, f"value step {step}")
         state = {"critic": critic}
-        metrics = rollout.metrics() | reward_metrics | statistics | mean_infos(infos, "critic/")
+        metrics |= reward_metrics | statistics | mean_infos(infos, "critic/")
         stop, loss = False, None
         if step % section.held_out_every == 0:
             with timer("held_out"):

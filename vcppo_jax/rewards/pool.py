@@ -33,6 +33,7 @@ MAX_WORKERS = 32
 START_SECONDS = 120.0  # importing sympy from a cold network disk
 GRACE_SECONDS = 30.0  # on top of the tasks' own deadlines, before the server itself counts as hung
 ATTEMPTS = 2  # of a batch whose server died
+CLOSE_SECONDS = 0.05  # between two looks at whether the batch of another thread has ended
 
 Outcome = Literal["correct", "wrong", "timeout", "error"]
 
@@ -57,6 +58,7 @@ class VerifierPool:
         self.memory_bytes = memory_bytes
         self._lock = threading.RLock()
         self._server: _ServerProcess | None = None
+        self._closings = 0
 
     def start(self) -> None:
         """Start the processes without waiting for them: a trainer may do so while it compiles."""
@@ -70,34 +72,46 @@ class VerifierPool:
         """For each (answer, gold), in order: ``correct``, ``wrong``, ``timeout`` or ``error``.
 
         ``timeout_s`` is wall-clock seconds per task. A task whose process dies is an ``error``; the others
-        are not touched by it. Raises RuntimeError where the processes cannot be started.
+        are not touched by it. What is left when another thread calls `close` is an ``error`` too. Raises
+        RuntimeError where the processes cannot be started.
         """
         if not timeout_s > 0:
             raise ValueError(f"VerifierPool.run: timeout_s must be positive, got {timeout_s}")
         reasons: dict[int, Outcome] = {}
+        closings = self._closings
         with self._lock:
             try:
                 for _ in range(ATTEMPTS):
                     left = [index for index in range(len(tasks)) if index not in reasons]
-                    if not left:
+                    if not left or closings != self._closings:
                         break
                     self.start()
                     assert self._server is not None
                     done = self._server.run([tasks[index] for index in left], timeout_s)
                     reasons.update((left[position], reason) for position, reason in done.items())
                     if len(done) < len(left):
-                        self.close()
+                        self._discard()
             except BaseException:
-                self.close()  # Ctrl-C: no answer of this batch may turn up in the next
+                self._discard()  # Ctrl-C: no answer of this batch may turn up in the next
                 raise
         return [reasons.get(index, "error") for index in range(len(tasks))]
 
     def close(self) -> None:
-        """Kill the processes; a later call starts new ones."""
-        with self._lock:
-            if self._server is not None:
-                self._server.kill()
-            self._server = None
+        """Kill the processes, also under the batch of another thread; a later call starts new ones."""
+        self._closings += 1
+        while not self._lock.acquire(timeout=CLOSE_SECONDS):
+            if (server := self._server) is not None:
+                server.interrupt()
+        try:
+            self._discard()
+        finally:
+            self._lock.release()
+
+    def _discard(self) -> None:
+        """Kill the processes; the lock is held."""
+        if self._server is not None:
+            self._server.kill()
+        self._server = None
 
     def __enter__(self) -> VerifierPool:
         return self
@@ -129,6 +143,12 @@ class _ServerProcess:
     def usable(self) -> bool:
         """Whether this process started the server and it still runs."""
         return self.owner == os.getpid() and self.process.poll() is None
+
+    def interrupt(self) -> None:
+        """Kill as `kill` does, but leave the pipes to the thread that reads them and now finds their end."""
+        if self.usable():
+            with contextlib.suppress(ProcessLookupError, PermissionError):
+                os.killpg(self.process.pid, signal.SIGKILL)
 
     def kill(self) -> None:
         """Kill the server and its evaluators, if this process is the one that started them."""

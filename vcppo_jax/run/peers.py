@@ -11,10 +11,12 @@ cluster (TPU pods, Slurm, Open MPI) as JAX detects it.
 from __future__ import annotations
 
 import contextlib
+import ctypes
 import json
 import os
 import secrets
 import selectors
+import signal
 import socket
 import sys
 import threading
@@ -132,6 +134,7 @@ class Job:
             answer = _lines(connection)
             self._peers[connection] = f"process 0 ({answer[0]['host']})"
             _keep_alive(connection)
+        _delay_abort()
         threading.Thread(target=self._watch, name="peers", daemon=True).start()
 
     def _accept(self, client: Any, timeout_s: int) -> None:
@@ -193,7 +196,7 @@ class Job:
                 line = f"vcppo: process {self.index}: {news}{again}\n"
                 with contextlib.suppress(OSError):
                     os.write(2, line.encode(errors="replace"))
-            _exit(status)
+            exit_now(status)
 
     def _tell(self, message: dict[str, Any]) -> None:
         for connection in self._peers:
@@ -215,7 +218,7 @@ class Job:
                 self._ending = True
                 name = f"process {self.index} ({socket.gethostname()})"
                 self._tell({"ended": f"{name} failed: {message}", "status": status})
-            _exit(status)
+            exit_now(status)
 
     def leave(self) -> None:
         """Leave the job, which is done; waits for the other processes to do so."""
@@ -225,7 +228,18 @@ class Job:
         jax.distributed.shutdown()
 
 
-def _exit(status: int) -> NoReturn:
+def _delay_abort() -> None:
+    """Make `abort` wait for six seconds, in which `_watch` ends the process with a line and a status.
+
+    JAX aborts the process when it notices that process 0 is gone, in the same instant as `_watch` does. The
+    handler is C's `sleep`, which gets the signal's number, 6; when it returns, `abort` goes on.
+    """
+    with contextlib.suppress(OSError, AttributeError):
+        library = ctypes.CDLL(None)
+        library.signal(signal.SIGABRT, ctypes.cast(library.sleep, ctypes.c_void_p))
+
+
+def exit_now(status: int) -> NoReturn:
     """End at once: other threads may wait for ever in a collective, and Python would wait for them."""
     for stream in (sys.stdout, sys.stderr):
         with contextlib.suppress(OSError, ValueError):

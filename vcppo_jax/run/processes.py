@@ -8,8 +8,11 @@ must be called by all processes, at the same point. In a job of one process none
 
 from __future__ import annotations
 
+import functools
 import pickle
+import threading
 from collections.abc import Callable, Sequence
+from concurrent.futures import Future
 from typing import Any, TypeVar
 
 import jax
@@ -65,11 +68,25 @@ def largest(number: int) -> int:
     return int(np.max(multihost_utils.process_allgather(np.int32(number))))
 
 
-def share_out(items: Sequence[T], work: Callable[[Sequence[T]], list[R]]) -> list[R]:
-    """`work(items)`, one result per item, for which each process does a part of the items of its own."""
+def share_out(items: Sequence[T], work: Callable[[Sequence[T]], list[R]]) -> Callable[[], list[R]]:
+    """Start `work`, in a thread, on the part of the items that falls to this process.
+
+    What comes back waits for the results of all processes, one per item; all processes must call it at the
+    same point. It raises what `work` raised here. Later calls cost nothing. An exit does not wait for the
+    thread.
+    """
     count, index = jax.process_count(), jax.process_index()
     start, stop = (len(items) * i // count for i in (index, index + 1))
-    return [result for part in gather(work(items[start:stop])) for result in part]
+    mine: Future[list[R]] = Future()
+
+    def run() -> None:
+        try:
+            mine.set_result(work(items[start:stop]))
+        except BaseException as error:
+            mine.set_exception(error)
+
+    threading.Thread(target=run, name="share_out", daemon=True).start()
+    return functools.cache(lambda: [result for part in gather(mine.result()) for result in part])
 
 
 def _portable(error: Exception) -> Exception:

@@ -16,6 +16,7 @@ from vcppo_jax.models.specs import is_spec, param_shardings
 from vcppo_jax.sharding import DEFAULT_LAYOUT, named_sharding, put, to_host
 from vcppo_jax.train.minibatches import MiniBatch
 from vcppo_jax.train.updates import (
+    Info,
     LossFunction,
     Params,
     TrainState,
@@ -113,8 +114,35 @@ class Learner:
 
         Raises NonFiniteError when `max_skipped` updates in a row were skipped.
         """
+        state, info = self._start(state, packing, fields)
+        return state, self._finish(info, packing, where)
+
+    def steps(
+        self, state: TrainState, batches: Iterable[MiniBatch], where: str
+    ) -> tuple[TrainState, list[dict[str, float]]]:
+        """(state, info of every update) after one update per mini-batch.
+
+        While the device computes an update, the host packs the next mini-batch.
+        """
+        infos, under_way = [], None
+        for packing, fields in batches:
+            state, info = self._start(state, packing, fields)
+            if under_way is not None:
+                infos.append(self._finish(*under_way, where))
+            under_way = info, packing
+        if under_way is not None:
+            infos.append(self._finish(*under_way, where))
+        return state, infos
+
+    def _start(
+        self, state: TrainState, packing: Packing, fields: Mapping[str, np.ndarray]
+    ) -> tuple[TrainState, Info]:
+        """The update, which need not be computed yet."""
         batch = put_batch(packing.batch(fields), self.mesh)
-        state, info = self._update(state, batch, np.int32(packing.micro_batches))
+        return self._update(state, batch, np.int32(packing.micro_batches))
+
+    def _finish(self, info: Info, packing: Packing, where: str) -> dict[str, float]:
+        """Wait for an update's info; NonFiniteError as in `step`."""
         numbers = {name: float(x) for name, x in to_host(info).items()}
         numbers["packing_efficiency"] = packing.efficiency
         if numbers["skipped_in_row"] >= self.max_skipped:
@@ -123,17 +151,7 @@ class Learner:
                 f"gradient that is not finite (loss {numbers['loss']}, norm {numbers['grad_norm']}); "
                 "the weights are those before them. Lower the learning rate, or look at this step's samples"
             )
-        return state, numbers
-
-    def steps(
-        self, state: TrainState, batches: Iterable[MiniBatch], where: str
-    ) -> tuple[TrainState, list[dict[str, float]]]:
-        """(state, info of every update) after one update per mini-batch."""
-        infos = []
-        for packing, fields in batches:
-            state, info = self.step(state, packing, fields, where)
-            infos.append(info)
-        return state, infos
+        return numbers
 
 
 class Scorer:
