@@ -28,7 +28,7 @@ from vcppo_jax.models.specs import weight_specs
 from vcppo_jax.phases.artifacts import value_model_from_policy
 from vcppo_jax.rollout.engine import generate
 from vcppo_jax.rollout.sampling import Sampling
-from vcppo_jax.sharding import make_mesh
+from vcppo_jax.sharding import DEFAULT_LAYOUT, make_mesh
 from vcppo_jax.train.experience import AdvantageSettings, build_experience
 from vcppo_jax.train.learner import Learner, Scorer
 from vcppo_jax.train.minibatches import Samples, mini_batches
@@ -53,7 +53,7 @@ def make_networks(path: str, remat: str) -> Networks:
     mesh = make_mesh({}, jax.devices()[:1])
     policy = load_policy(path, remat=remat, mesh=mesh)
     config = policy.config
-    value_model, _ = value_model_from_policy(policy, mesh, head_bias=False)
+    value_model, _ = value_model_from_policy(policy, mesh, layout=DEFAULT_LAYOUT, head_bias=False)
     settings: dict[str, Any] = dict(ADAMW)
     schedule = learning_rate_schedule(
         learning_rate=settings.pop("learning_rate"), warmup_steps=0, schedule="constant", updates=1

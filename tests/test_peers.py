@@ -217,6 +217,6 @@ def test_work_is_shared_out_in_order_and_once(monkeypatch):
     monkeypatch.setattr(processes, "gather", lambda part: [part])
     for index in range(3):
         monkeypatch.setattr(processes.jax, "process_index", lambda index=index: index)
-        parts.append(processes.share_out(range(8), lambda items: [item * 10 for item in items]))
+        parts.append(processes.share_out(range(8), lambda items: [item * 10 for item in items])())
     assert [len(part) for part in parts] == [2, 3, 3]
     assert [result for part in parts for result in part] == [item * 10 for item in range(8)]

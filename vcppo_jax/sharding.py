@@ -127,8 +127,9 @@ def _slices(devices: Sequence[jax.Device], sizes: Mapping[str, int]) -> tuple[st
     JAX's index of slices where the devices have one. GPUs may be divided by process, too, where that is what
     `sizes` ask for: the devices of a described topology all say that they are in slice 0.
     """
-    attributes = ["slice_index"] if getattr(devices[0], "slice_index", None) is not None else []
-    attributes += ["platform"] if devices[0].platform == "tpu" else ["process_index"]
+    indexed, tpu = getattr(devices[0], "slice_index", None) is not None, devices[0].platform == "tpu"
+    attributes = ["slice_index"] if indexed else ["platform"] if tpu else []
+    attributes += [] if tpu else ["process_index"]
     counts = {name: len({getattr(device, name) for device in devices}) for name in attributes}
     asked = math.prod(sizes.values())
     name = next((name for name, count in counts.items() if count == asked), attributes[0])
