@@ -36,7 +36,7 @@ def test_slices_are_outermost_on_each_axis():
 def chips(slices, each, platform="tpu"):
     """As many devices as asked for of a platform whose order the mesh looks up."""
     return [
-        SimpleNamespace(id=i, platform=platform, slice_index=i // each, process_index=i // 4, device_kind="")
+        SimpleNamespace(id=i, platform=platform, slice_index=i // each, process_index=i // 2, device_kind="")
         for i in range(slices * each)
     ]
 
@@ -53,7 +53,7 @@ def chips(slices, each, platform="tpu"):
             "16 in all, but there are 8 devices",
         ),
         ({"fsdp": -1}, chips(2, 4), "dcn_data 1 x dcn_fsdp 1 = 1, but the devices are in 2 slices"),
-        ({"dcn_data": 4}, chips(2, 4, "gpu"), "dcn_data 4 x dcn_fsdp 1 = 4, but the devices are in 2 slices"),
+        ({"dcn_data": 8}, chips(2, 4, "gpu"), "dcn_data 8 x dcn_fsdp 1 = 8, but the devices are in 2 slices"),
         ({"fsdp": 0}, None, "sizes are positive, and at most one is -1 (fill); got data=1, fsdp=0"),
         ({"dcn_data": -1, "dcn_fsdp": -1}, None, "at most one is -1 (fill); got dcn_data=-1, dcn_fsdp=-1"),
         (
@@ -74,6 +74,7 @@ def test_a_wrong_product_is_spelled_out(sizes, devices, message):
     [
         ("tpu", {"fsdp": -1, "tensor": 2, "dcn_data": -1}, ([1, 2, 1, 2], [2, 1, 1, 1])),
         ("gpu", {"fsdp": -1, "dcn_fsdp": 2}, ([1, 4, 1, 1], [1, 2, 1, 1])),
+        ("gpu", {"fsdp": -1, "dcn_data": 4}, ([1, 2, 1, 1], [4, 1, 1, 1])),  # by process
         ("gpu", {"fsdp": -1}, ([1, 8, 1, 1], None)),  # hosts may be one slice
     ],
 )

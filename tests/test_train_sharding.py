@@ -6,6 +6,7 @@
 from __future__ import annotations
 
 import functools
+from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -14,15 +15,17 @@ import optax
 import pytest
 from tiny_networks import random_params, tiny_config
 
-from vcppo_jax.data.packing import pack_shape
+from vcppo_jax.data.packing import Packing, pack_shape
 from vcppo_jax.models.specs import param_shardings, weight_specs
 from vcppo_jax.phases.artifacts import resharded
+from vcppo_jax.run.checkpoint import Checkpoints
 from vcppo_jax.sharding import batch_shards, length_shards, make_mesh
 from vcppo_jax.train.experience import AdvantageSettings, build_experience
 from vcppo_jax.train.learner import Learner, Scorer, put_batch
 from vcppo_jax.train.minibatches import Samples, mini_batches
 from vcppo_jax.train.objectives import LogprobScore, PolicyObjective, ValueObjective, ValueScore
 from vcppo_jax.train.optimizer import make_optimizer
+from vcppo_jax.train.updates import TrainState
 
 STEPS, SEQUENCES, RESPONSE = 5, 8, 7
 SETTINGS = AdvantageSettings(
@@ -99,9 +102,23 @@ def learner(name, config, head, objective, mesh, layout):
     return made, made.new_state(start)
 
 
+class Run(NamedTuple):
+    """What is there after five steps."""
+
+    actor: TrainState
+    critic: TrainState
+    numbers: list[dict[str, float]]
+    """Of every step."""
+    packing: Packing
+    """The last rollout, and its values as the devices have them, [M, R, L]."""
+    values: jax.Array
+    abstract: dict[str, TrainState]
+    """Shapes and shardings of the two states."""
+
+
 @functools.cache
 def trajectory(mesh_name, remat):
-    """(actor state, critic state, numbers of every step, values on the devices) after five steps."""
+    """Five steps on one mesh."""
     mesh = mesh_of(mesh_name)
     config = tiny_config("llama", remat=remat)
     policy_objective = PolicyObjective(
@@ -147,7 +164,8 @@ def trajectory(mesh_name, remat):
             numbers.append(row | {name: float(x) for name, x in sums.items()})
         batch = put_batch(packing.batch({}), mesh)
         on_devices = score_values._score(critic.params, batch, np.int32(packing.micro_batches))
-    return actor, critic, numbers, (packing, on_devices)
+    abstract = {"actor": actor_learner.abstract_state, "critic": critic_learner.abstract_state}
+    return Run(actor, critic, numbers, packing, on_devices, abstract)
 
 
 def assert_same(ours, theirs):
@@ -158,7 +176,7 @@ def assert_same(ours, theirs):
                 leaf, expected, atol=1e-4, rtol=1e-4, err_msg=jax.tree_util.keystr(path)
             )
         assert int(mine.updates) == int(other.updates) == 2 * STEPS
-    for mine, other in zip(ours[2], theirs[2]):
+    for mine, other in zip(ours.numbers, theirs.numbers):
         assert mine == pytest.approx(other, abs=1e-4, rel=1e-4)
 
 
@@ -180,9 +198,9 @@ def test_one_trajectory_on_every_mesh_and_with_recomputation(mesh_name, remat):
 
 @pytest.mark.parametrize(("mesh_name", "remat"), ON_MESHES)
 def test_every_device_has_the_same_values(mesh_name, remat):
-    packing, values = trajectory(mesh_name, remat)[3]
-    one_packing, expected = trajectory("one device", "none")[3]
-    np.testing.assert_allclose(packing.gather(values), one_packing.gather(expected), atol=1e-4)
+    run, one = trajectory(mesh_name, remat), trajectory("one device", "none")
+    values = run.values
+    np.testing.assert_allclose(run.packing.gather(values), one.packing.gather(one.values), atol=1e-4)
     assert len(values.addressable_shards) == 8
     whole = np.asarray(values)
     for shard in values.addressable_shards:
@@ -212,6 +230,19 @@ def test_parameters_and_moments_lie_in_shards_after_training(mesh_name, remat, s
             assert held < total * np.prod(shards[name]) / query.size * 8 / 7
 
 
+def test_a_checkpoint_of_one_mesh_loads_on_another_in_other_layouts(tmp_path):
+    written, there = trajectory("fsdp 8", "full"), trajectory("fsdp 2 x sequence 2 x tensor 2", "full")
+    state = {"actor": written.actor, "critic": written.critic}
+    with Checkpoints(tmp_path, keep_last=1) as checkpoints:
+        checkpoints.save(5, state, {})
+        checkpoints.wait()
+        read = checkpoints.restore_latest(there.abstract).state
+    leaves = zip(jax.tree.leaves(read), jax.tree.leaves(state), jax.tree.leaves(there.abstract))
+    for leaf, expected, abstract in leaves:
+        assert leaf.sharding == abstract.sharding
+        np.testing.assert_array_equal(leaf, expected)
+
+
 def largest_difference(ours, theirs):
     """Over the parameters of both networks."""
     pairs = zip(
@@ -228,8 +259,8 @@ def main():
     print("| step |", " | ".join(keys), "|", " | ".join(others), "|")
     print("|" + "---|" * (1 + len(keys) + len(others)))
     for step in range(STEPS):
-        one = runs[first][2][step]
-        differences = [max(abs(runs[name][2][step][key] - one[key]) for key in one) for name in others]
+        one = runs[first].numbers[step]
+        differences = [max(abs(runs[name].numbers[step][key] - one[key]) for key in one) for name in others]
         cells = [f"{one[key]:.6f}" for key in keys] + [f"{x:.1e}" for x in differences]
         print(f"| {step + 1} |", " | ".join(cells), "|")
     cells = [f"{largest_difference(runs[name], runs[first]):.1e}" for name in others]

@@ -79,7 +79,7 @@ def make_mesh(sizes: Mapping[str, int], devices: Sequence[jax.Device] | None = N
     for part in (ici, dcn):
         if any(n < 1 and n != -1 for n in part.values()) or list(part.values()).count(-1) > 1:
             raise ValueError(f"mesh: sizes are positive, and at most one is -1 (fill); got {_spelled(part)}")
-    slices = _count_slices(devices)
+    attribute, slices = _slices(devices, dcn)
     dcn = _filled(dcn, slices)
     across = math.prod(dcn.values())
     # Hosts of GPUs may be used as one slice, TPU slices may not: they have no common ICI.
@@ -103,7 +103,7 @@ def make_mesh(sizes: Mapping[str, int], devices: Sequence[jax.Device] | None = N
             "change mesh.* so that the product matches"
         )
     over_slices = [dcn.get(f"dcn_{axis}", 1) for axis in MESH_AXES]
-    arranged = _arrange(list(ici.values()), over_slices, devices)
+    arranged = _arrange(list(ici.values()), over_slices, devices, attribute)
     return Mesh(arranged, MESH_AXES, axis_types=(AxisType.Auto,) * len(MESH_AXES))
 
 
@@ -121,18 +121,21 @@ def _filled(sizes: Mapping[str, int], total: int) -> dict[str, int]:
     return {axis: total // fixed if n == -1 else n for axis, n in sizes.items()}
 
 
-def _count_slices(devices: Sequence[jax.Device]) -> int:
-    return len({getattr(device, _slice_attribute(devices)) for device in devices})
+def _slices(devices: Sequence[jax.Device], sizes: Mapping[str, int]) -> tuple[str, int]:
+    """(the attribute that tells slices apart, how many there are).
+
+    JAX's index of slices where the devices have one. GPUs may be divided by process, too, where that is what
+    `sizes` ask for: the devices of a described topology all say that they are in slice 0.
+    """
+    attributes = ["slice_index"] if getattr(devices[0], "slice_index", None) is not None else []
+    attributes += ["platform"] if devices[0].platform == "tpu" else ["process_index"]
+    counts = {name: len({getattr(device, name) for device in devices}) for name in attributes}
+    asked = math.prod(sizes.values())
+    name = next((name for name, count in counts.items() if count == asked), attributes[0])
+    return name, counts[name]
 
 
-def _slice_attribute(devices: Sequence[jax.Device]) -> str:
-    """What tells slices apart: JAX's index of them, else the process, which is a host; one slice on TPU."""
-    if getattr(devices[0], "slice_index", None) is not None:
-        return "slice_index"
-    return "platform" if devices[0].platform == "tpu" else "process_index"
-
-
-def _arrange(ici: list[int], dcn: list[int], devices: Sequence[jax.Device]) -> np.ndarray:
+def _arrange(ici: list[int], dcn: list[int], devices: Sequence[jax.Device], attribute: str) -> np.ndarray:
     """The devices as an array of shape ici * dcn, neighbours where the traffic is."""
     if devices[0].platform == "cpu":
         order = np.arange(2 * len(ici)).reshape(2, -1).T.reshape(-1)  # dcn, ici, dcn, ici, ...
@@ -145,7 +148,7 @@ def _arrange(ici: list[int], dcn: list[int], devices: Sequence[jax.Device]) -> n
             ici,
             dcn,
             devices,
-            process_is_granule=_slice_attribute(devices) == "process_index",
+            process_is_granule=attribute == "process_index",
             allow_split_physical_axes=True,
         )
     except NotImplementedError as error:

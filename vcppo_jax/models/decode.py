@@ -53,8 +53,11 @@ def decode_weights(params: Params, config: ModelConfig, *, int8: bool = False) -
     """
 
     def place(spec: WeightSpec, weight: jax.Array, first: int) -> jax.Array:
-        axes = [None if axis == "embed" else axis for axis in spec.axes[first:]]
-        return constrain(weight.astype(config.compute_dtype), *axes)
+        axes = spec.axes[first:]
+        # Where this mesh has other parts than the one that the weights were trained on, first into these: an
+        # all-to-all. In one step XLA would gather the whole weight on every device.
+        parted = constrain(weight.astype(config.compute_dtype), *axes)
+        return constrain(parted, *[None if axis == "embed" else axis for axis in axes])
 
     def layer(index: int) -> Params:
         placed = jax.tree.map(lambda s, w: place(s, w[index], 1), layer_specs, layers, is_leaf=is_spec)
