@@ -101,9 +101,7 @@ def test_what_is_requeued_and_what_is_not(slurm: Slurm):
     assert len(starts(slurm, cancelled)) == 2
 
 
-@pytest.mark.skipif(
-    "VCPPO_SLURM_RUN" not in os.environ, reason="takes a minute or two; set VCPPO_SLURM_RUN=1"
-)
+@pytest.mark.processes
 def test_a_real_run_is_stopped_by_slurm_and_goes_on(slurm: Slurm):
     """Two processes train the tiny model; a preemption's signal comes, they save, and the job goes on."""
     steps = 30
