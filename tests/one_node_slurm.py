@@ -135,12 +135,23 @@ def one_node_slurm(base: Path, *, grace_seconds: int) -> Iterator[Slurm]:
         slurm.until(lambda: slurm("sinfo", "-h", "-o", "%T", "-p", "low", check=False) == "idle", seconds=20)
         yield slurm
     finally:
-        if slurm("squeue", "-h", "-o", "%i", check=False):
-            slurm("scancel", "--signal=KILL", "--full", f"--user={getpass.getuser()}", check=False)
-        for daemon in reversed(slurm.daemons):
-            daemon.send_signal(signal.SIGTERM)
-        for daemon in slurm.daemons:
-            daemon.wait(timeout=30)
+        _stop(slurm)
+
+
+def _stop(slurm: Slurm) -> None:
+    """End all jobs, then the daemons: slurmd and the jobs' steps need the others until they are done."""
+    if len(slurm.daemons) == 3 and all(daemon.poll() is None for daemon in slurm.daemons):
+        slurm("scancel", f"--user={getpass.getuser()}", check=False)
+        end = time.monotonic() + 40  # KillWait, and the time to report
+        while slurm("squeue", "-h", check=False) and time.monotonic() < end:
+            time.sleep(0.2)
+    for daemon in reversed(slurm.daemons):
+        daemon.send_signal(signal.SIGTERM)
+        try:
+            daemon.wait(timeout=10)
+        except subprocess.TimeoutExpired:
+            daemon.kill()
+            daemon.wait()
 
 
 def _free_ports(count: int) -> list[int]:

@@ -101,6 +101,7 @@ def test_what_is_requeued_and_what_is_not(slurm: Slurm):
     assert len(starts(slurm, cancelled)) == 2
 
 
+@pytest.mark.processes
 def test_a_real_run_is_stopped_by_slurm_and_goes_on(slurm: Slurm):
     """Two processes train the tiny model; a preemption's signal comes, they save, and the job goes on."""
     steps = 30
@@ -120,9 +121,9 @@ def test_a_real_run_is_stopped_by_slurm_and_goes_on(slurm: Slurm):
         *(f"--export=ALL,PATH={path},XLA_FLAGS={flags},PYTHONPATH={ROOT}", LAUNCH / "slurm.sh", "tiny.yaml"),
     )
     metrics = directory / "run" / "sft" / "metrics.jsonl"
-    slurm.until(metrics.exists, seconds=120)
+    slurm.until(metrics.exists, seconds=300)
     slurm("scancel", "--signal=TERM", job)  # to the tasks, as preemption and the time limit send it
-    done = slurm.wait(job, "COMPLETED", seconds=120)
+    done = slurm.wait(job, "COMPLETED", seconds=300)
     assert done["Restarts"] == "1"
     text = (directory / f"vcppo-{job}.log").read_text()
     saved = re.search(r"sft: SIGTERM: step (\d+) is saved", text)
