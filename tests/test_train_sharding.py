@@ -253,6 +253,7 @@ def largest_difference(ours, theirs):
 
 def main():
     jax.config.update("jax_num_cpu_devices", 8)
+    jax.config.update("jax_disable_most_optimizations", True)
     runs = {name: trajectory(name, remat) for name, remat in (("one device", "none"), *ON_MESHES)}
     first, *others = runs
     keys = ("critic/loss", "actor/loss", "actor/grad_norm", "values")
