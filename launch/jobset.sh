@@ -130,9 +130,9 @@ spec:
           rules:
           - action: FailJob
             onPodConditions: [{type: DisruptionTarget, status: "True"}]
-          # 143: SIGTERM, saved; 75: another process was lost; 137: killed.
+          # 143: SIGTERM, saved; 75: another process was lost; 137, 139: died of a signal.
           - action: FailJob
-            onExitCodes: {operator: In, values: [75, 137, 143]}
+            onExitCodes: {operator: In, values: [75, 137, 139, 143]}
         template:
           spec:
             restartPolicy: Never

@@ -56,11 +56,11 @@ trap : TERM
 status=0
 srun --kill-on-bad-exit=0 --wait=60 vcppo run "$@" --distributed || status=$?
 
-# 143: SIGTERM came and the state is saved; 75: another process was lost; 137: a task was killed.
+# 143: SIGTERM came and the state is saved; 75: another process was lost; 137, 139: a task died of a signal.
 restarts=${SLURM_RESTART_COUNT:-0}
 case $status in
   143) ;;
-  75 | 137) [[ $restarts -lt 20 ]] || fail "status $status after $restarts restarts: not requeued again" ;;
+  75 | 137 | 139) [[ $restarts -lt 20 ]] || fail "status $status after $restarts restarts: not requeued again" ;;
   *) exit "$status" ;;
 esac
 # After scancel, or where Slurm requeues the job itself, the job is no longer RUNNING.

@@ -39,10 +39,11 @@ fi
 [[ $name =~ ^[a-z][-a-z0-9]*$ ]] || fail "NAME: expected small letters, digits and dashes, got '$name'"
 shift 2
 
-type="" slices=1 runtime="" setup="" create_flags=() where=()
+zone="" type="" slices=1 runtime="" setup="" where=() create_flags=()
 while [[ ${1:-} == -* ]]; do
   case $1 in
-    --zone=?* | --project=?*) where+=("$1") ;;
+    --zone=?*) zone=${1#*=} where+=("$1") ;;
+    --project=?*) where+=("$1") ;;
     --type=?*) type=${1#*=} ;;
     --slices=?*) slices=${1#*=} ;;
     --runtime=?*) runtime=${1#*=} ;;
@@ -52,7 +53,7 @@ while [[ ${1:-} == -* ]]; do
   esac
   shift
 done
-[[ " ${where[*]} " == *" --zone="* ]] || fail "--zone=ZONE is missing"
+[[ -n $zone ]] || fail "--zone=ZONE is missing"
 command -v gcloud >/dev/null || fail "gcloud is not on PATH: install the Google Cloud CLI"
 
 resources() { # COMMAND [argument ...]
@@ -95,8 +96,8 @@ fi
 nodes=("--node-id=$name")
 [[ $slices -eq 1 ]] || nodes=("--node-count=$slices" "--node-prefix=$name")
 
-archive=$(mktemp --suffix=.tgz)
-trap 'rm -f -- "$archive"' EXIT
+work=$(mktemp -d)
+trap 'rm -rf -- "$work"' EXIT
 
 here() { # the state of the queued resource, nothing where there is none
   gcloud compute tpus queued-resources list "${where[@]}" --filter="name ~ /$name\$" --format='value(state.state)'
@@ -107,8 +108,8 @@ copy_and_install() { # `|| return`: where its status is asked for, set -e does n
     while IFS= read -r -d '' file; do
       if [[ -e $code/$file ]]; then printf '%s\0' "$file"; fi
     done |
-    tar -czf "$archive" -C "$code" --null --files-from=- || return
-  gcloud compute tpus queued-resources scp "$archive" "$name:vcppo_jax.tgz" "${where[@]}" \
+    tar -czf "$work/code.tgz" -C "$code" --null --files-from=- || return
+  gcloud compute tpus queued-resources scp "$work/code.tgz" "$name:vcppo_jax.tgz" "${where[@]}" \
     --node=all --worker=all || return
   [[ -z $setup ]] || on_workers "$setup" || return
   on_workers 'mkdir -p ~/vcppo_jax && tar -xzf ~/vcppo_jax.tgz -C ~/vcppo_jax &&
@@ -121,7 +122,8 @@ while true; do
   case $state in
     "")
       echo "tpu_vm.sh: asking for $slices x $type as $name"
-      resources create "${nodes[@]}" --accelerator-type="$type" --runtime-version="$runtime" "${create_flags[@]}"
+      resources create "${nodes[@]}" --accelerator-type="$type" --runtime-version="$runtime" \
+        ${create_flags[@]+"${create_flags[@]}"} # so written for Bash 3.2, of macOS
       continue
       ;;
     SUSPENDED) # preempted; it never comes back by itself

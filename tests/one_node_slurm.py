@@ -81,9 +81,9 @@ class Slurm:
         words = self("scontrol", "show", "job", "--oneliner", job).split()
         return dict(word.split("=", 1) for word in words if "=" in word)
 
-    def wait(self, job: str, state: str) -> dict[str, str]:
+    def wait(self, job: str, state: str, seconds: float = 60) -> dict[str, str]:
         """The job, as soon as it is in the state."""
-        self.until(lambda: self.job(job)["JobState"] == state)
+        self.until(lambda: self.job(job)["JobState"] == state, seconds)
         return self.job(job)
 
     def until(self, ready: Callable[[], bool], seconds: float = 60) -> None:

@@ -1,19 +1,23 @@
-"""`launch/slurm.sh` on a real Slurm of one node, two tasks a job: which ends put the job back into the queue.
+"""`launch/slurm.sh` on a real Slurm of one node, two tasks a job: what is put back into the queue."""
 
-`vcppo` is a stand-in here, so that a job takes seconds; the real one is in test_launch_slurm_run.py.
-"""
-
+import json
+import os
+import re
+import sys
 from collections.abc import Iterator
 from contextlib import ExitStack
+from pathlib import Path
 
 import pytest
-from launch_tools import LAUNCH, stand_in
+import tiny_run
+from launch_tools import LAUNCH, ROOT, stand_in
 from one_node_slurm import Slurm, missing_programs, one_node_slurm
 
 pytestmark = pytest.mark.skipif(
     bool(missing_programs()), reason=f"no Slurm here: {', '.join(missing_programs())} not found"
 )
-# What a task does is its CONFIG's first line, at the first start; the second one finishes.
+# A stand-in, so that a job takes a second. The first line of a task's CONFIG says what it does when it starts
+# for the first time; the second start finishes.
 VCPPO = r"""
 echo "start ${SLURM_RESTART_COUNT:-0} task $SLURM_PROCID of $SLURM_NTASKS: $*"
 [[ ${SLURM_RESTART_COUNT:-0} -eq 0 ]] || exit 0
@@ -95,3 +99,35 @@ def test_what_is_requeued_and_what_is_not(slurm: Slurm):
     assert done["Restarts"] == "0"
     assert {"task 0 saved", "task 1 saved"} <= set(log(slurm, cancelled))
     assert len(starts(slurm, cancelled)) == 2
+
+
+def test_a_real_run_is_stopped_by_slurm_and_goes_on(slurm: Slurm):
+    """Two processes train the tiny model; a preemption's signal comes, they save, and the job goes on."""
+    steps = 30
+    directory = slurm.base / "real"
+    directory.mkdir()
+    sections = tiny_run.YAML.replace("phases: [sft, value, rl, evaluate]", "phases: [sft]")
+    sections = sections.replace("{fsdp: 8}", "{fsdp: 4}").replace(
+        "sft: {batch_size: 16, steps: 4", f"sft: {{batch_size: 16, steps: {steps}"
+    )
+    # What is resumed is what the signal saved: there is no other checkpoint before the end.
+    sections = sections.replace("checkpoint: {every: 1,", f"checkpoint: {{every: {steps},")
+    (directory / "tiny.yaml").write_text(f"run_dir: run\n{sections}")
+    flags = os.environ["XLA_FLAGS"].replace("device_count=8", "device_count=2")
+    path = f"{Path(sys.executable).parent}:{slurm.env['PATH']}"
+    job = slurm(
+        *("sbatch", "--parsable", "--partition=low", "--ntasks=2", f"--chdir={directory}"),
+        *(f"--export=ALL,PATH={path},XLA_FLAGS={flags},PYTHONPATH={ROOT}", LAUNCH / "slurm.sh", "tiny.yaml"),
+    )
+    metrics = directory / "run" / "sft" / "metrics.jsonl"
+    slurm.until(metrics.exists, seconds=120)
+    slurm("scancel", "--signal=TERM", job)  # to the tasks, as preemption and the time limit send it
+    done = slurm.wait(job, "COMPLETED", seconds=120)
+    assert done["Restarts"] == "1"
+    text = (directory / f"vcppo-{job}.log").read_text()
+    saved = re.search(r"sft: SIGTERM: step (\d+) is saved", text)
+    assert saved, text
+    assert 0 < int(saved[1]) < steps
+    assert f"sft: resumed after step {saved[1]}\n" in text
+    rows = [json.loads(line)["step"] for line in metrics.read_text().splitlines()]
+    assert rows == list(range(1, steps + 1))

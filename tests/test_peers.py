@@ -88,7 +88,7 @@ def jobs(monkeypatch, capfd):
         raise Ended
 
     monkeypatch.setattr(peers.Job, "_end", end)
-    monkeypatch.setattr(peers, "_exit", exit_)
+    monkeypatch.setattr(peers, "exit_now", exit_)
     monkeypatch.setattr(threading, "excepthook", lambda _: None)
     store, joined = Store(), [peers.Job(index, 3) for index in range(3)]
     with ThreadPoolExecutor(3) as pool:
@@ -107,7 +107,8 @@ def until(condition):
 
 
 def die(job):
-    """What the kernel does with the connections of a process that is killed."""
+    """What the kernel does with the connections of a process that is killed, and which tells nobody."""
+    job._ending = True
     for connection in job._peers:
         connection.shutdown(socket.SHUT_RDWR)
 
@@ -184,7 +185,9 @@ def test_a_process_that_cannot_join_says_where_it_tried(tmp_path, monkeypatch):
     )
     assert result.returncode == 1, result.stderr
     last = result.stderr.splitlines()[-1]
-    assert last.startswith(f"vcppo: process 1 could not join the job at {address} within 2 s: ")
+    assert last.startswith(
+        f"vcppo: process 1 cannot join the job at {address}: not all processes came within 2 s"
+    )
 
 
 @pytest.mark.parametrize(

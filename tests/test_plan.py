@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import functools
 import json
 
@@ -9,21 +10,22 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from tiny_run import tiny_config
+from tiny_run import tiny_config, write_config
 
 from vcppo_jax import cli
 from vcppo_jax.aot.chips import chip_of
 from vcppo_jax.aot.hlo import device_groups, parse_module, parse_shape
 from vcppo_jax.aot.jaxpr_flops import jaxpr_flops
-from vcppo_jax.aot.program import DoesNotFit, _does_not_fit, bytes_per_chip, compile_program, links
+from vcppo_jax.aot.program import Cost, DoesNotFit, _does_not_fit, bytes_per_chip, compile_program, links
 from vcppo_jax.aot.topology import Topology, TopologyError, topology
 from vcppo_jax.aot.traffic import traffic
-from vcppo_jax.config_load import dump_config
+from vcppo_jax.config_load import dump_config, load_config
 from vcppo_jax.models.flops import forward_flops
-from vcppo_jax.phases.plan import Lengths, RunPlan, StepPrograms, network_configs
+from vcppo_jax.phases import plan_search
+from vcppo_jax.phases.plan import Lengths, ProgramPlan, RunPlan, StepPrograms, network_configs
 from vcppo_jax.phases.plan_report import plan_json, plan_page, step_times
 from vcppo_jax.phases.plan_search import meshes
-from vcppo_jax.sharding import make_mesh, named_sharding
+from vcppo_jax.sharding import batch_shards, make_mesh, named_sharding
 
 GIB = 2**30
 
@@ -293,3 +295,63 @@ def test_the_command_refuses(tmp_path, capsys, words, message):
     file.write_text(dump_config(tiny_plan_config(tmp_path)))
     assert cli.main(["plan", str(file), "--topology", "cpu:8", *words]) == 1
     assert message in capsys.readouterr().err
+
+
+def made_up_cost(seconds: float) -> Cost:
+    """Of a program that takes so long for its operations."""
+    return Cost(0.0, 0.0, 0.0, 1.0, 1.0, 0.0, (), seconds, 0.0, 0.0, 0.0)
+
+
+class MadeUpSteps(StepPrograms):
+    """Nothing is compiled: an update needs more memory with more rows and less remat, and takes less time."""
+
+    def plan(self, parts, say):
+        per_shard = self.config.train.micro_batch_tokens // 36 // batch_shards(self.mesh)
+        saved = {"full": 0, "dots": 300, "none": 700}[self.policy.remat]
+        needed = (200 + 100 * per_shard + saved) * GIB
+        seconds = 10.0 / per_shard - saved / 1000 + self.mesh.shape["tensor"]
+        programs = [
+            ProgramPlan(part, "", 1, 1, 0, made_up_cost(seconds), GIB if part == "rollout" else needed)
+            for part in parts
+        ]
+        return RunPlan(
+            self.config,
+            self.topology,
+            self.mesh,
+            self.lengths,
+            self.policy,
+            self.value_model,
+            tuple(programs),
+        )
+
+
+def test_the_search_ranks_what_fits_and_stops_where_nothing_more_can(tmp_path, monkeypatch):
+    """Of 1,024 GiB, 921 may be used: by up to 4 rows with full remat or dots, by none without remat."""
+    monkeypatch.setattr(plan_search, "StepPrograms", MadeUpSteps)
+    config = tiny_plan_config(tmp_path)
+    said = []
+    found = plan_search.search(config, topology("cpu:2"), Lengths(8, 8), said.append)
+    on_tensor = [(c.rows, c.remat, c.plan.fits) for c in found if c.mesh["tensor"] == 2]
+    assert sorted(on_tensor) == [
+        (1, "dots", True), (1, "full", True), (1, "none", False), (2, "dots", True), (2, "full", True),
+        (4, "dots", True), (4, "full", True), (8, "dots", False), (8, "full", False),
+    ]  # fmt: skip
+    seconds = [c.seconds for c in found]
+    assert seconds == sorted(seconds)
+    best = found[0]
+    assert (best.mesh["tensor"], best.rows, best.remat) == (1, 4, "dots")
+    page = plan_search.search_page(found, "vcppo plan")
+    assert page.splitlines()[4].startswith("| fsdp 2 | 4 | dots |")
+    changed = load_config(write_config(tmp_path), ["phases=[value,rl]", *best.overrides().split()])
+    assert (changed.model.remat, changed.mesh.tensor) == ("dots", 1)
+    assert changed.train.micro_batch_tokens == 4 * 2 * 36
+    assert json.loads(json.dumps(best.as_json()))["plan"]["fits"] is True
+
+
+def test_states_that_do_not_fit_are_not_compiled(tmp_path, monkeypatch):
+    monkeypatch.setattr(plan_search, "StepPrograms", MadeUpSteps)
+    top = topology("cpu:2")
+    small = Topology("small", top.devices, dataclasses.replace(top.chip, memory_gib=1e-4), top.shape)
+    found = plan_search.search(tiny_plan_config(tmp_path), small, Lengths(8, 8), print)
+    assert [c.plan for c in found] == [None, None]
+    assert "states alone" in plan_search.search_page(found, "vcppo plan")

@@ -2,6 +2,7 @@
 
 import json
 import signal
+import threading
 from types import SimpleNamespace
 
 import jax
@@ -20,6 +21,7 @@ from vcppo_jax.phases.scoring import Rewards
 from vcppo_jax.rewards.score import Verdict
 from vcppo_jax.run.checkpoint import read_params
 from vcppo_jax.run.metrics import read_metrics
+from vcppo_jax.run.processes import share_out
 from vcppo_jax.train.minibatches import Samples
 
 
@@ -166,6 +168,23 @@ def test_what_lacks_after_the_last_round_is_filled_up():
 def test_groups_beyond_what_is_needed_are_left():
     got, _ = varied([[1, -1, -1, -1], [1, -1, 1, -1]])
     assert rows(got.rollout) == [0, 1, 100, 101]
+
+
+def test_what_is_shared_out_goes_on_in_the_background():
+    may_end = threading.Event()
+
+    def double(items):
+        assert may_end.wait(10)
+        return [2 * item for item in items]
+
+    def fail(items):
+        raise OSError("no process can be started")
+
+    results = share_out(range(3), double)
+    may_end.set()  # only after the call: who did the work in it would wait here
+    assert results() == results() == [0, 2, 4]
+    with pytest.raises(OSError, match="no process can be started"):
+        share_out(range(3), fail)()
 
 
 EVERYTHING = (

@@ -249,7 +249,8 @@ def toy_learner(**settings):
 
 def test_weights_and_moments_are_updated_in_place():
     state, step = toy_learner(max_skipped=3)
-    old = jax.tree.leaves(state)
+    old = [leaf for leaf in jax.tree.leaves(state) if leaf.ndim]
+    assert len(old) == 6  # two weights and their moments
     state, _ = step(state)
     assert all(leaf.is_deleted() for leaf in old)
     assert not any(leaf.is_deleted() for leaf in jax.tree.leaves(state))
@@ -261,8 +262,7 @@ def test_the_compiled_actor_update_has_no_second_copy_of_the_state():
     given = dict.fromkeys(("old_logprobs", "ref_logprobs", "advantages", "kl_weights"), MASK)
     batch = packing.batch(given | {"weights": MASK, "token_mean": MASK})
     compiled = learner._update.lower(learner.abstract_state, batch, np.int32(1)).compile()
-    size = sum(x.size * x.dtype.itemsize for x in jax.tree.leaves(learner.abstract_state))
-    assert size > 3 * 4 * sum(x.size for x in jax.tree.leaves(params("lm")))  # weights, both moments, counts
+    size = 3 * 4 * sum(x.size for x in jax.tree.leaves(params("lm")))  # weights and both moments
     assert compiled.memory_analysis().alias_size_in_bytes >= size
 
 

@@ -103,9 +103,13 @@ def _joined(command: Callable[[argparse.Namespace], int], args: argparse.Namespa
     _configure_jax()
     from jax.errors import JaxRuntimeError
 
-    from vcppo_jax.run.peers import join
+    from vcppo_jax.run.peers import JoinError, exit_now, join
 
-    job = join(timeout_s=args.join_timeout)
+    try:
+        job = join(timeout_s=args.join_timeout)
+    except JoinError as error:
+        print(f"vcppo: {error}", file=sys.stderr)
+        exit_now(1)  # JAX would wait for the others first
     try:
         status = command(args)
     except BaseException as error:
@@ -325,6 +329,10 @@ def _study(args: argparse.Namespace) -> int:
 def _plan(args: argparse.Namespace) -> int:
     # Compiling for described devices needs no attached one, and should not take it.
     os.environ.setdefault("JAX_PLATFORMS", "cpu")
+    kind, _, count = args.topology.partition(":")
+    flags = os.environ.get("XLA_FLAGS", "")
+    if kind == "cpu" and count.isdigit() and "host_platform_device_count" not in flags:
+        os.environ["XLA_FLAGS"] = f"{flags} --xla_force_host_platform_device_count={count}"
     from vcppo_jax.phases.plan_command import run_plan
 
     return run_plan(args)

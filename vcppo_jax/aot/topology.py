@@ -66,6 +66,8 @@ def _tpu(kind: str, sizes: Sequence[int]) -> list[Any]:
     _require("libtpu", "plan-tpu")
     # libtpu looks for a TPU host's metadata otherwise, and waits for it.
     os.environ.setdefault("TPU_SKIP_MDS_QUERY", "1")
+    # And it locks the host's TPU, which describing one does not take.
+    os.environ.setdefault("ALLOW_MULTIPLE_LIBTPU_LOAD", "1")
     name = f"{kind}:{'x'.join(map(str, sizes))}"
     try:
         return topologies.get_topology_desc(platform="tpu", topology_name=name).devices

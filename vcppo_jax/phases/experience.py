@@ -2,15 +2,17 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 import jax
 import numpy as np
+from jax.sharding import Mesh, NamedSharding
 
 from vcppo_jax.config import Config
 from vcppo_jax.phases.collect import ScoredRollout
 from vcppo_jax.phases.loop import Metrics
-from vcppo_jax.sharding import to_host
+from vcppo_jax.sharding import named_sharding, put, to_host
 from vcppo_jax.train.experience import (
     AdvantageSettings,
     build_experience,
@@ -56,12 +58,39 @@ def make_experience(
     zeros = np.zeros_like(values)
     old = zeros if old_logprobs is None else old_logprobs
     ref = zeros if ref_logprobs is None else ref_logprobs
-    mask = rollout.samples.mask
-    experience, raw = _experience(
-        rewards, mask, loss_mask, old, ref, values, np.float32(kl_coef), settings=settings
-    )
+    mesh = jax.sharding.get_mesh()
+    arrays = (rewards, rollout.samples.mask, loss_mask, old, ref, values)
+    if not mesh.empty:
+        arrays = tuple(put(x, _by_response(mesh, x.shape)) for x in arrays)
+    experience, raw = _experience(*arrays, np.float32(kl_coef), settings=settings)
     metrics = {name: float(x) for name, x in to_host(_metrics(experience, raw)).items()}
     return to_host(experience), metrics, to_host(raw)
+
+
+def _by_response(mesh: Mesh, shape: Sequence[int]) -> NamedSharding:
+    """Arrays [B, ...] split over the responses: of 8192 with 16k tokens each is half a GiB."""
+    return named_sharding(mesh, ("batch", *[None] * (len(shape) - 1)), shape)
+
+
+def trace_experience(config: Config, mesh: Mesh, responses: int) -> jax.stages.Traced:
+    """What makes a step's advantages and returns, for compiling it ahead of time."""
+
+    def array(dtype: Any, *shape: int) -> jax.ShapeDtypeStruct:
+        return jax.ShapeDtypeStruct(shape, dtype, sharding=_by_response(mesh, shape))
+
+    size = (responses, config.rollout.max_new_tokens)
+    mask, numbers = array(np.bool_, *size), array(np.float32, *size)
+    kl_coef = jax.ShapeDtypeStruct((), np.float32)
+    return _experience.trace(
+        array(np.float32, responses),
+        mask,
+        mask,
+        numbers,
+        numbers,
+        numbers,
+        kl_coef,
+        settings=advantage_settings(config),
+    )
 
 
 def positions(experience: Experience, raw: np.ndarray, settings: AdvantageSettings) -> dict[str, Any]:

@@ -25,6 +25,7 @@ from vcppo_jax.models.config import ModelConfig, model_config
 from vcppo_jax.models.specs import is_spec, param_shardings, weight_specs
 from vcppo_jax.phases.artifacts import find_model
 from vcppo_jax.phases.collect import rollout_sampling
+from vcppo_jax.phases.experience import trace_experience
 from vcppo_jax.phases.networks import actor_learner, actor_objective, critic_learner
 from vcppo_jax.phases.shapes import packed_shape
 from vcppo_jax.rollout import programs
@@ -327,6 +328,17 @@ class StepPrograms:
             trips=used,
         )
 
+    def advantages(self, say: Callable[[str], None]) -> None:
+        """Advantages and returns of the whole rollout."""
+        self.compile(
+            say,
+            "advantages",
+            f"{self.samples} responses of {self.config.rollout.max_new_tokens} tokens",
+            lambda: trace_experience(self.config, self.mesh, self.samples),
+            calls=1,
+            resident=self.actor_bytes + self.critic_bytes + self.reference_bytes,
+        )
+
     def critic_update(self, say: Callable[[str], None]) -> None:
         """One mini-batch of the value model."""
         if self.critic is None:
@@ -365,6 +377,7 @@ PARTS: dict[str, Callable[[StepPrograms, Callable[[str], None]], None]] = {
     "rollout": StepPrograms.rollout,
     "log-probs": StepPrograms.log_probs,
     "values": StepPrograms.values,
+    "advantages": StepPrograms.advantages,
 }
 """Parts of a step by the names that the command knows; what needs most memory comes first."""
 

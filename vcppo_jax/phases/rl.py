@@ -6,6 +6,7 @@ critic's updates, the actor's. The verifier works while the device computes log-
 
 from __future__ import annotations
 
+import dataclasses
 import functools
 from typing import Any
 
@@ -124,6 +125,10 @@ class RL:
     def step(self, step: int, state: Any, meta: Meta) -> StepResult:
         """One step; `state`'s buffers are donated to the updates at its end."""
         timer, config = Timer(), self.config
+        # The state has them, or others, of a checkpoint: then these would be a second copy.
+        self.policy = dataclasses.replace(self.policy, params=None)
+        if self.critic is not None:
+            self.value_model = dataclasses.replace(self.value_model, params=None)
         collected = self._collect(step, state, meta.get("position", 0), timer)
         rollout, meta = collected.rollout, meta | {"position": collected.position}
         with timer("old_log_prob"):

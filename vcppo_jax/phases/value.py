@@ -119,6 +119,8 @@ class ValuePretraining:
     def step(self, step: int, state: Any, meta: Meta) -> StepResult:
         """One step: fresh samples, their returns, the value model's updates, the held-out measurement."""
         timer, section = Timer(), self.config.value
+        # The state has them, or others, of a checkpoint: then these would be a second copy.
+        self.value_model = dataclasses.replace(self.value_model, params=None)
         rollout = collect(
             self.workspace,
             self.policy,

@@ -8,7 +8,7 @@ SMALLEST_PROMPT_BUCKET = 16
 SMALLEST_CACHE = 128
 """Tokens; a smaller cache is not worth its compilation."""
 PREFILL_TOKENS = 4096
-"""Prompt tokens, padding included, that are read in one call (one prompt at least)."""
+"""Prompt tokens, padding included, that each shard of the rows reads in one call (one prompt at least)."""
 CHUNK_STEPS = 32
 """Most decode steps per jitted call: how long Ctrl-C waits, and the grain of progress reports."""
 SHRINK_STEPS = 64
@@ -75,7 +75,8 @@ def plan_slots(
     slots = [most]
     while len(slots) < 4 and slots[-1] % (2 * shards) == 0:
         slots.append(slots[-1] // 2)
-    prompts = max(1, min(PREFILL_TOKENS // bucket, -(-most // n)))
-    prompts = 1 << (prompts.bit_length() - 1)
+    # A multiple of the shards: what does not divide, every shard would compute whole.
+    prompts = max(1, min(PREFILL_TOKENS // bucket, -(-most // (n * shards))))
+    prompts = shards << (prompts.bit_length() - 1)
     caches = plan_caches(bucket, max_new_tokens)
     return Plan(tuple(slots), prompts, max(1, most // 4), max(1, most // 16), caches)

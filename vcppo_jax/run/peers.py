@@ -65,19 +65,25 @@ def identity(environment: Mapping[str, str]) -> tuple[str | None, int | None, in
 
 
 def join(*, timeout_s: int) -> Job:
-    """Join the other processes of the job; before the first computation. Raises JoinError."""
+    """Join the other processes of the job; before the first computation.
+
+    Raises JoinError. A process that does not find the others ends with a line and status 1.
+    """
     import jax
     from jax._src import distributed  # its key-value store has no public name (Orbax takes it from here too)
 
     address, count, index = identity(os.environ)
     # It would take SIGTERM for itself, which is to end a step here.
     jax.config.update("jax_enable_preemption_service", False)
+    alone = threading.Timer(timeout_s, _not_joined, (address, index, timeout_s))
+    alone.daemon = True
+    alone.start()
     try:
         jax.distributed.initialize(
             address,
             count,
             index,
-            initialization_timeout=timeout_s,
+            initialization_timeout=timeout_s + 60,  # where it ends, JAX aborts the process
             heartbeat_timeout_seconds=HEARTBEAT_TIMEOUT_S,
         )
     except ValueError as error:
@@ -88,14 +94,12 @@ def join(*, timeout_s: int) -> Job:
             f"{', '.join(VARIABLES)}, or leave --distributed out"
         ) from None
     except (RuntimeError, OSError) as error:
-        state = distributed.global_state
-        who = f"process {state.process_id if index is None else index}"
-        where = state.coordinator_address or address
         reason = str(error).strip().splitlines()[0]
         raise JoinError(
-            f"{who} could not join the job at {where} within {timeout_s} s: {reason}; see that every process "
-            "is started with this address, that process 0 runs there, and that the port is open and free"
+            f"{_who(address, index)}: {reason}; is the port free, and the host this one's?"
         ) from None
+    finally:
+        alone.cancel()
     state = distributed.global_state
     job = Job(state.process_id, state.num_processes)
     if job.count > 1:
@@ -104,6 +108,24 @@ def join(*, timeout_s: int) -> Job:
         except (OSError, RuntimeError) as error:
             raise JoinError(f"process {job.index} cannot watch over the others: {error}") from None
     return job
+
+
+def _who(address: str | None, index: int | None) -> str:
+    """The process and where it joins; JAX knows where the cluster says so."""
+    from jax._src import distributed
+
+    state = distributed.global_state
+    number = state.process_id if index is None else index
+    return f"process {number} cannot join the job at {address or state.coordinator_address}"
+
+
+def _not_joined(address: str | None, index: int | None, timeout_s: int) -> None:
+    line = (
+        f"vcppo: {_who(address, index)}: not all processes came within {timeout_s} s; see that each is "
+        "started with this address, that process 0 runs there, and that the port can be reached\n"
+    )
+    os.write(2, line.encode())
+    exit_now(1)
 
 
 class Job:
@@ -196,7 +218,7 @@ class Job:
                 line = f"vcppo: process {self.index}: {news}{again}\n"
                 with contextlib.suppress(OSError):
                     os.write(2, line.encode(errors="replace"))
-            _exit(status)
+            exit_now(status)
 
     def _tell(self, message: dict[str, Any]) -> None:
         for connection in self._peers:
@@ -218,7 +240,7 @@ class Job:
                 self._ending = True
                 name = f"process {self.index} ({socket.gethostname()})"
                 self._tell({"ended": f"{name} failed: {message}", "status": status})
-            _exit(status)
+            exit_now(status)
 
     def leave(self) -> None:
         """Leave the job, which is done; waits for the other processes to do so."""
@@ -239,7 +261,7 @@ def _delay_abort() -> None:
         library.signal(signal.SIGABRT, ctypes.cast(library.sleep, ctypes.c_void_p))
 
 
-def _exit(status: int) -> NoReturn:
+def exit_now(status: int) -> NoReturn:
     """End at once: other threads may wait for ever in a collective, and Python would wait for them."""
     for stream in (sys.stdout, sys.stderr):
         with contextlib.suppress(OSError, ValueError):
