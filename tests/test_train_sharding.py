@@ -1,6 +1,6 @@
 """Five VC-PPO steps on fixed rollouts: one trajectory on every mesh and layout, and with any remat.
 
-`python tests/test_train_sharding.py` prints it as the table in docs/scaling.md.
+`python tests/test_train_sharding.py` prints it as a table, with the largest differences.
 """
 
 from __future__ import annotations
