@@ -1,6 +1,6 @@
 """Five VC-PPO steps on fixed rollouts: one trajectory on every mesh and layout, and with any remat.
 
-`python tests/test_train_sharding.py` prints it as the table in docs/scaling.md.
+`python tests/test_train_sharding.py` prints it as a table, with the largest differences.
 """
 
 from __future__ import annotations
@@ -253,6 +253,7 @@ def largest_difference(ours, theirs):
 
 def main():
     jax.config.update("jax_num_cpu_devices", 8)
+    jax.config.update("jax_disable_most_optimizations", True)
     runs = {name: trajectory(name, remat) for name, remat in (("one device", "none"), *ON_MESHES)}
     first, *others = runs
     keys = ("critic/loss", "actor/loss", "actor/grad_norm", "values")

@@ -42,6 +42,7 @@ RULES: dict[str, tuple[str, ...]] = {
     "batch": ("data", "fsdp"),
     "length": ("sequence",),
     "act_embed": (),
+    "act_embed_looked_up": ("sequence",),
     "act_heads": ("tensor",),
     "act_kv_heads": ("tensor",),
     "act_mlp": ("tensor",),

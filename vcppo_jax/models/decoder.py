@@ -118,7 +118,10 @@ def hidden_states(
     if positions is None:
         positions = segment_positions(tokens, segment_ids)
     angles = rope_angles(config, positions)
-    x = constrain(embed_tokens(params, config, tokens), "batch", "length", "act_embed")
+    # The table's parts of the width become parts of the rows, then of the length: two all-to-alls. In one
+    # step XLA would give every device the whole micro-batch.
+    x = constrain(embed_tokens(params, config, tokens), "batch", None, "act_embed_looked_up")
+    x = constrain(x, "batch", "length", "act_embed")
 
     def layer_step(x: jax.Array, layer: Params) -> tuple[jax.Array, None]:
         query, key, value = project_qkv(layer, config, x, angles)
