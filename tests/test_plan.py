@@ -158,6 +158,36 @@ def test_a_tpu_module_without_trip_counts():
     assert work.bytes == 7 * (2 * 8 * 16 * 4 + 4 + 4 + 1)  # the condition reads two numbers
 
 
+def test_a_tpu_loop_that_carries_its_limit_and_counts_by_two():
+    """From 1 to 8 by 2: four turns, not the seven of a constant limit."""
+    carried = TPU_TEXT.replace(
+        "%c.2 = s32[]{:T(128)} constant(7)", "%c.2 = s32[]{:T(128)} get-tuple-element(%p.2), index=1"
+    )
+    carried = carried.replace(
+        "%z.3 = s32[]{:T(128)} constant(0)",
+        "%z.3 = s32[]{:T(128)} constant(1)\n  %e.3 = s32[]{:T(128)} constant(8)",
+    )
+    carried = carried.replace("tuple(%z.3, %a.3)", "tuple(%z.3, %e.3)")
+    carried = carried.replace("tuple(%i.1, %y.1)", "tuple(%n.1, %y.1)").replace(
+        "  ROOT %t.1", "  %two.1 = s32[] constant(2)\n  %n.1 = s32[] add(%i.1, %two.1)\n  ROOT %t.1"
+    )
+    work = traffic(parse_module(carried), devices=1, unknown_trips=1)
+    assert work.flops == 4 * 2 * 8 * 16 * 16
+
+
+def test_an_unknown_loop_inside_a_loop_runs_once():
+    """The outer one has the program's number of turns; a count for both would be their product."""
+
+    def program(x, turns):
+        def outer(_, x):
+            return jax.lax.while_loop(lambda x: jnp.sum(x) < 0, lambda x: x @ jnp.ones((64, 64)), x)
+
+        return jax.lax.fori_loop(0, turns, outer, x)
+
+    text = jax.jit(program).lower(jnp.ones((16, 64)), jnp.int32(3)).compile().as_text()
+    assert traffic(parse_module(text), devices=1, unknown_trips=3).flops == 3 * 2 * 16 * 64 * 64
+
+
 def test_links_of_a_torus_and_of_hosts():
     v5p = Topology("v5p:4x4x2", (), chip_of("TPU v5p"), (4, 4, 2))
     ring = [(x, 0, 0) for x in range(4)]

@@ -104,30 +104,79 @@ class Module:
     computations: dict[str, Computation]
     entry: str
 
-    def trip_count(self, loop: Instruction) -> int | None:
-        """How often a while loop runs; None where only the run knows.
+    def trip_count(self, where: Computation, loop: Instruction) -> int | None:
+        """How often a while loop in a computation runs; None where only the run knows.
 
-        XLA says it, or its condition is one comparison with a constant, the counter starting from 0.
+        XLA says it, or its condition compares a counter with a constant, which may be carried along.
         """
         known = _TRIPS.search(loop.attributes)
         if known:
             return int(known[1])
-        condition = self.computations[loop.called()["condition"]]
-        root = condition.root
+        called = loop.called()
+        compared = self._compared(self.computations[called["condition"]])
+        if compared is None:
+            return None
+        counter, limit, limit_at = compared
+        carried = where.instructions[loop.operands[0]]
+        if carried.opcode == "tuple":
+            start = _constant(where, carried.operands[counter]) or 0
+            if limit is None and limit_at is not None:
+                limit = _constant(where, carried.operands[limit_at])
+        else:
+            start = 0
+        if limit is None:
+            return None
+        return max(0, -(-(limit - start) // _step(self.computations[called["body"]], counter)))
+
+    def _compared(self, condition: Computation) -> tuple[int, int | None, int | None] | None:
+        """(place of the counter in what is carried, its limit, or the limit's place) of a condition."""
+        root, inner = condition.root, condition
+        outer: dict[str, str] = {}
         if root.opcode == "fusion":
             inner = self.computations[root.called()["calls"]]
             outer = {inner.parameters[i]: name for i, name in enumerate(root.operands)}
             root = inner.root
-        else:
-            inner, outer = condition, {}
         if root.opcode != "compare" or "direction=LT" not in root.attributes:
             return None
-        limit = root.operands[1]
-        place = condition if limit in outer else inner
-        instruction = place.instructions[outer.get(limit, limit)]
-        while instruction.opcode in ("copy", "bitcast", "copy-done", "copy-start"):
-            instruction = place.instructions[instruction.operands[0]]
-        return int(instruction.argument) if instruction.opcode == "constant" else None
+
+        def source(name: str) -> tuple[Computation, Instruction]:
+            return (
+                (condition, condition.instructions[outer[name]])
+                if name in outer
+                else (inner, inner.instructions[name])
+            )
+
+        counter = _place(source(root.operands[0])[1])
+        place, limit = source(root.operands[1])
+        return None if counter is None else (counter, _constant(place, limit.name), _place(limit))
+
+
+def _place(instruction: Instruction) -> int | None:
+    """Which part of a tuple it takes."""
+    match = re.search(r"index=(\d+)", instruction.attributes)
+    return int(match[1]) if instruction.opcode == "get-tuple-element" and match else None
+
+
+def _constant(where: Computation, name: str) -> int | None:
+    """The whole number that an instruction is, through copies."""
+    instruction = where.instructions[name]
+    while instruction.opcode in ("copy", "bitcast", "copy-done", "copy-start"):
+        instruction = where.instructions[instruction.operands[0]]
+    number = instruction.argument.strip()
+    return int(number) if instruction.opcode == "constant" and re.fullmatch(r"-?\d+", number) else None
+
+
+def _step(body: Computation, counter: int) -> int:
+    """By how much a turn of the body moves the counter; 1 where that is not to be seen."""
+    if body.root.opcode != "tuple":
+        return 1
+    added = body.instructions[body.root.operands[counter]]
+    if added.opcode == "add":
+        for operand in added.operands:
+            number = _constant(body, operand)
+            if number is not None and number > 0:
+                return number
+    return 1
 
 
 def parse_shape(text: str) -> tuple[Array, ...]:

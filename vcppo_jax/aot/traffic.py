@@ -63,9 +63,13 @@ class Traffic:
 
 
 def traffic(module: Module, *, devices: int, unknown_trips: float) -> Traffic:
-    """The traffic of one run; loops of which only the run knows the number of turns run `unknown_trips`."""
+    """The traffic of one run.
+
+    Loops of which only the run knows the number of turns run `unknown_trips` times; ones inside another loop
+    once, for the programs here have none.
+    """
     counter = _Counter(module, devices, unknown_trips)
-    return counter.of(module.entry)
+    return counter.of(module.entry, False)
 
 
 class _Counter:
@@ -74,30 +78,31 @@ class _Counter:
         self.of = functools.cache(self._of)
         self.fused_flops = functools.cache(self._fused_flops)
 
-    def _of(self, name: str) -> Traffic:
+    def _of(self, name: str, in_loop: bool) -> Traffic:
         total = Traffic()
         computation = self.module.computations[name]
         for instruction in computation.instructions.values():
-            self._count(total, computation, instruction)
+            self._count(total, computation, instruction, in_loop)
         return total
 
-    def _count(self, total: Traffic, where: Computation, what: Instruction) -> None:
+    def _count(self, total: Traffic, where: Computation, what: Instruction, in_loop: bool) -> None:
         opcode = what.opcode
         if opcode in _FREE or opcode.endswith("-done"):
             return
         kind = next((k for k in _KINDS if opcode in (k, f"{k}-start")), None)
         called = what.called()
         if opcode == "while":
-            trips = self.module.trip_count(what)
-            times = self.unknown_trips if trips is None else trips
-            total.add(self.of(called["body"]), times)
-            total.add(self.of(called["condition"]), times)
+            trips = self.module.trip_count(where, what)
+            unknown = 1.0 if in_loop else self.unknown_trips
+            times = unknown if trips is None else trips
+            total.add(self.of(called["body"], True), times)
+            total.add(self.of(called["condition"], True), times)
         elif opcode == "conditional":
-            branches = [self.of(branch) for branch in what.branches()]
+            branches = [self.of(branch, in_loop) for branch in what.branches()]
             total.add(max(branches, key=lambda t: (t.kernels, t.flops, t.bytes)))
         elif opcode in ("call", "async-start"):
             for inner in called.values():
-                total.add(self.of(inner))
+                total.add(self.of(inner, in_loop))
         elif kind is not None:
             self._collective(total, where, what, kind)
         elif opcode == "fusion":
