@@ -224,19 +224,24 @@ def constrain(x: jax.Array, *axes: str | None, layout: str = DEFAULT_LAYOUT) -> 
 
 
 def map_shards(
-    function: Callable[..., jax.Array], arrays: Sequence[jax.Array], axes: Sequence[Sequence[str | None]]
-) -> jax.Array:
+    function: Callable[..., Any],
+    arrays: Sequence[jax.Array],
+    axes: Sequence[Sequence[str | None]],
+    like: int | tuple[int, ...] = 0,
+) -> Any:
     """`function(*arrays)`, run on each device's own part of the arrays, which have these logical axes.
 
-    For kernels that the compiler cannot partition. The result is split like the first array. A dimension
-    that does not divide stays whole, as in `partition_spec`. Without a mesh in context, a plain call.
+    For what the compiler cannot partition. The result is split like array number `like`, results like theirs
+    each. A dimension that does not divide stays whole, as in `partition_spec`. Without a mesh in
+    context, a plain call.
     """
     mesh = jax.sharding.get_abstract_mesh()
     if mesh.empty:
         return function(*arrays)
     specs = tuple(partition_spec(names, x.shape, mesh) for names, x in zip(axes, arrays))
+    results = specs[like] if isinstance(like, int) else tuple(specs[i] for i in like)
     # Kernels do not say over which axes their results vary, so that cannot be checked.
-    mapped = jax.shard_map(function, mesh=mesh, in_specs=specs, out_specs=specs[0], check_vma=False)
+    mapped = jax.shard_map(function, mesh=mesh, in_specs=specs, out_specs=results, check_vma=False)
     return mapped(*arrays)
 
 

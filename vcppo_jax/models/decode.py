@@ -24,7 +24,7 @@ from vcppo_jax.models.decoder import (
     rope_angles,
 )
 from vcppo_jax.models.specs import WeightSpec, is_spec, weight_specs
-from vcppo_jax.sharding import constrain
+from vcppo_jax.sharding import constrain, map_shards
 
 
 @struct.dataclass
@@ -136,25 +136,44 @@ def decode_step(
     weights: Params, config: ModelConfig, tokens: jax.Array, cache: Cache
 ) -> tuple[jax.Array, Cache]:
     """(state after the final norm [B, D], cache) once `tokens` [B] have been appended to the rows."""
-    batch = tokens.shape[0]
     kv_heads, groups = config.num_kv_heads, config.num_heads // config.num_kv_heads
     angles = rope_angles(config, cache.lengths)
     x = embed_tokens(weights, config, tokens)
-    rows, heads = jnp.arange(batch)[:, None], jnp.arange(kv_heads)[None, :]
-    slot = cache.lengths[:, None]
-    visible = jnp.arange(cache.size)[None, :] <= slot
-    in_place: Any = {"unique_indices": True, "mode": "promise_in_bounds"}
+    head = ("batch", "act_kv_heads", None)
+    axes = ((*head, None), head, head, (*head, None), (*head, None), ("batch",))
     keys, values = [], []
-
     for layer, old_keys, old_values in zip(weights["layers"], cache.keys, cache.values):
         query, key, value = project_qkv(layer, config, x, angles)
-        keys.append(old_keys.at[rows, heads, :, slot].set(key.astype(old_keys.dtype), **in_place))
-        values.append(old_values.at[rows, heads, slot].set(value.astype(old_values.dtype), **in_place))
-        grouped = query.reshape(batch, kv_heads, groups, config.head_dim)
-        scores = jnp.einsum("bkgh,bkhs->bkgs", grouped, keys[-1], preferred_element_type=jnp.float32)
-        scores = jnp.where(visible[:, None, None], scores * config.head_dim**-0.5, -1e30)
-        probs = jax.nn.softmax(scores, axis=-1).astype(x.dtype)
-        attended = jnp.einsum("bkgs,bksh->bkgh", probs, values[-1])
+        grouped = query.reshape(-1, kv_heads, groups, config.head_dim)
+        arrays = (grouped, key, value, old_keys, old_values, cache.lengths)
+        # On each device's rows and heads: the compiler would gather the cache, for the heads are an index.
+        attended, new_keys, new_values = map_shards(_append_and_attend, arrays, axes, like=(0, 3, 4))
+        keys.append(new_keys)
+        values.append(new_values)
         x = finish_layer(layer, config, x, attended)
     hidden = rms_norm(x, weights["norm"], config.rms_norm_eps)
     return hidden, constrain_cache(Cache(tuple(keys), tuple(values), cache.lengths + 1))
+
+
+def _append_and_attend(
+    query: jax.Array,
+    key: jax.Array,
+    value: jax.Array,
+    keys: jax.Array,
+    values: jax.Array,
+    lengths: jax.Array,
+) -> tuple[jax.Array, jax.Array, jax.Array]:
+    """(attention's result [B, K, G, H], keys, values) once `key` and `value` [B, K, H] are at `lengths` [B].
+
+    `query` is [B, K, G, H], the G query heads of each kv head; `keys` and `values` are as in `Cache`.
+    """
+    rows, heads = jnp.arange(key.shape[0])[:, None], jnp.arange(key.shape[1])[None, :]
+    slot = lengths[:, None]
+    in_place: Any = {"unique_indices": True, "mode": "promise_in_bounds"}
+    keys = keys.at[rows, heads, :, slot].set(key.astype(keys.dtype), **in_place)
+    values = values.at[rows, heads, slot].set(value.astype(values.dtype), **in_place)
+    scores = jnp.einsum("bkgh,bkhs->bkgs", query, keys, preferred_element_type=jnp.float32)
+    visible = jnp.arange(values.shape[2])[None, :] <= slot
+    scores = jnp.where(visible[:, None, None], scores * query.shape[-1] ** -0.5, -1e30)
+    probs = jax.nn.softmax(scores, axis=-1).astype(query.dtype)
+    return jnp.einsum("bkgs,bksh->bkgh", probs, values), keys, values

@@ -20,7 +20,7 @@ from vcppo_jax.models.decode import Cache, constrain_cache, constrain_kv, decode
 from vcppo_jax.models.heads import logits
 from vcppo_jax.rollout.plan import CHUNK_STEPS
 from vcppo_jax.rollout.sampling import Sampling, choose_token, sample_keys, token_uniforms
-from vcppo_jax.sharding import constrain
+from vcppo_jax.sharding import constrain, map_shards
 
 
 @struct.dataclass
@@ -159,7 +159,6 @@ def advance(
     Fewer when `wake` slots or more are done. `stopped` [S] ends samples for reasons of the host's.
     """
     slots = dataclasses.replace(slots, done=slots.done | stopped)
-    rows = jnp.arange(slots.last.shape[0])
     keys = sample_keys(key, slots.sample_ids)
 
     def more(state: tuple[Slots, jax.Array]) -> jax.Array:
@@ -169,7 +168,9 @@ def advance(
         slots, steps = state
         active = ~slots.done
         hidden, cache = decode_step(weights, config, slots.last, slots.cache)
-        scores = constrain(logits(weights, config, hidden), "batch", None)
+        # Two steps: in one, the compiler gathers the projection's weights instead of its few results.
+        scores = constrain(logits(weights, config, hidden), "batch", "act_vocab")
+        scores = constrain(scores, "batch", None)
         token, logprob = choose_token(scores, token_uniforms(keys, slots.lengths), sampling)
         at = jnp.where(active, slots.lengths, slots.tokens.shape[1])  # beyond the end: dropped
         ended = active & jnp.any(token[:, None] == eos_ids, axis=-1)
@@ -180,8 +181,8 @@ def advance(
             done=slots.done | ended | (lengths >= slots.limits),
             ended=slots.ended | ended,
             lengths=lengths,
-            tokens=slots.tokens.at[rows, at].set(token, mode="drop", unique_indices=True),
-            logprobs=slots.logprobs.at[rows, at].set(logprob, mode="drop", unique_indices=True),
+            tokens=_write(slots.tokens, at, token),
+            logprobs=_write(slots.logprobs, at, logprob),
             # A slot that is done stays where it is: its cache has room for its limit and no more.
             cache=dataclasses.replace(cache, lengths=jnp.where(active, cache.lengths, slots.cache.lengths)),
         )
@@ -189,6 +190,15 @@ def advance(
 
     slots, steps = jax.lax.while_loop(more, one_step, (slots, jnp.int32(0)))
     return slots, Summary(slots.done, slots.lengths, steps)
+
+
+def _write(x: jax.Array, at: jax.Array, new: jax.Array) -> jax.Array:
+    """`x` [S, T] with `new` [S] at `at` [S]; T is beyond the end and writes nothing."""
+
+    def write(x: jax.Array, at: jax.Array, new: jax.Array) -> jax.Array:
+        return x.at[jnp.arange(len(at)), at].set(new, mode="drop", unique_indices=True)
+
+    return map_shards(write, (x, at, new), (("batch", None), ("batch",), ("batch",)))
 
 
 def keep_slots(slots: Slots, keep: jax.Array) -> Slots:
