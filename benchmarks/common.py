@@ -141,6 +141,18 @@ class Worker:
         self._process.wait()
 
 
+@contextmanager
+def workers_of(script: str, names: Sequence[str], tunix_python: str) -> Iterator[list[Worker]]:
+    """A process of `script` for each name, Tunix's with its own Python; the head of the report is printed."""
+    workers = [Worker(tunix_python if name == "tunix" else sys.executable, script, name) for name in names]
+    try:
+        print_head({worker.name: worker.ask(do="versions") for worker in workers})
+        yield workers
+    finally:
+        for worker in workers:
+            worker.close()
+
+
 def serve(handle: Callable[[Answer], Answer]) -> None:
     """The worker's side: answer requests until there are none. What else it prints goes to stderr."""
     answers = os.fdopen(os.dup(1), "w")

@@ -29,7 +29,7 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-from common import PAD, Answer, Worker, alternate, print_head, print_table, serve, spread, versions
+from common import PAD, Answer, Worker, alternate, print_table, serve, spread, versions, workers_of
 from shapes import SMOLLM2, TINY, write_model
 
 MEDIAN, P99, P99_SCORE = 200, 2000, 2.326
@@ -255,15 +255,11 @@ def main(argv: list[str] | None = None) -> int:
         return 0
     if args.quick:
         args.model, args.repeats, args.samples, args.cap, args.prompt_tokens = None, 2, 8, 32, 8
-    pythons = {"tunix": args.tunix_python}
-    workers = [Worker(pythons.get(name, sys.executable), __file__, name) for name in ("ours", *args.peers)]
-    try:
-        print_head({worker.name: worker.ask(do="versions") for worker in workers})
-        with tempfile.TemporaryDirectory() as scratch:
-            run(args, Path(scratch), workers)
-    finally:
-        for worker in workers:
-            worker.close()
+    with (
+        workers_of(__file__, ("ours", *args.peers), args.tunix_python) as workers,
+        tempfile.TemporaryDirectory() as scratch,
+    ):
+        run(args, Path(scratch), workers)
     return 0
 
 

@@ -42,11 +42,11 @@ from common import (
     alternate,
     forget_peak_memory,
     peak_memory,
-    print_head,
     print_table,
     serve,
     spread,
     versions,
+    workers_of,
 )
 from generate import MEDIAN, lognormal_lengths, static_row_steps
 from shapes import SMOLLM2, TINY, write_model
@@ -218,15 +218,11 @@ def main(argv: list[str] | None = None) -> int:
             "expected --batch and --mini-batch to divide --samples, and --micro-batch to divide "
             f"--mini-batch; got samples, batch, mini-batch, micro-batch {sizes}"
         )
-    pythons = {"tunix": args.tunix_python}
-    workers = [Worker(pythons.get(name, sys.executable), __file__, name) for name in ("ours", *args.peers)]
-    try:
-        print_head({worker.name: worker.ask(do="versions") for worker in workers})
-        with tempfile.TemporaryDirectory() as scratch:
-            run(args, Path(scratch), workers)
-    finally:
-        for worker in workers:
-            worker.close()
+    with (
+        workers_of(__file__, ("ours", *args.peers), args.tunix_python) as workers,
+        tempfile.TemporaryDirectory() as scratch,
+    ):
+        run(args, Path(scratch), workers)
     return 0
 
 
