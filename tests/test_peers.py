@@ -210,13 +210,19 @@ def test_an_error_that_cannot_be_sent_arrives_as_its_message():
     assert (type(received), str(received)) == (RuntimeError, "SIGTERM")
 
 
-def test_work_is_shared_out_in_order_and_once(monkeypatch):
-    """Each process does its part; the parts together are the whole."""
+def test_work_is_shared_out_once(monkeypatch):
+    """Each process does its part, pairs of items together; the parts are the whole, in order."""
     parts = []
     monkeypatch.setattr(processes.jax, "process_count", lambda: 3)
-    monkeypatch.setattr(processes, "gather", lambda part: [part])
     for index in range(3):
         monkeypatch.setattr(processes.jax, "process_index", lambda index=index: index)
-        parts.append(processes.share_out(range(8), lambda items: [item * 10 for item in items])())
-    assert [len(part) for part in parts] == [2, 3, 3]
-    assert [result for part in parts for result in part] == [item * 10 for item in range(8)]
+        shares = processes.Shares(8, lambda items: [item * 10 for item in items], together=2)
+        shares.give([7, 6, 5])
+        shares.give([0, 1, 2, 3, 4])
+        monkeypatch.setattr(processes, "gather", lambda part: [part | dict.fromkeys(range(8))])
+        _ = shares.results
+        parts.append(shares._done)
+    assert [sorted(part) for part in parts] == [[0, 1, 6, 7], [2, 3], [4, 5]]
+    monkeypatch.setattr(processes, "gather", lambda part: parts)
+    monkeypatch.setattr(processes.jax, "process_index", lambda: 3)
+    assert processes.Shares(8, list).results == [item * 10 for item in range(8)]

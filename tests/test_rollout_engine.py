@@ -11,6 +11,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
+from vcppo_jax.models import decode
 from vcppo_jax.models.config import model_config
 from vcppo_jax.models.decode import decode_weights
 from vcppo_jax.models.decoder import hidden_states
@@ -112,6 +113,17 @@ def test_greedy_is_the_argmax_of_the_full_forward_pass(policy):
             np.testing.assert_allclose(rollout.logprobs[i, t], logprob[token], atol=1e-5)
             tokens[len(prompt) + t] = token
     assert len(np.unique(rollout.tokens)) > 5
+
+
+def test_the_order_of_the_keys_on_accelerators_gives_the_same(policy, monkeypatch):
+    """Through every program that touches them: prefill, swap, decoding, growing, shrinking."""
+    kwargs = {"batch_size": 4, "limits": np.asarray([60, 60, 3, 8, 5, 40])}
+    monkeypatch.setattr(plan, "SMALLEST_CACHE", 16)
+    expected = run(policy, steps=60, kwargs=kwargs)
+    monkeypatch.setattr(decode, "_keys_slots_last", lambda: False)
+    config = dataclasses.replace(CONFIG, remat="full")  # is compiled anew, and means nothing for decoding
+    assert decode.empty_cache(config, 3, 64).keys[0].shape == (3, 2, 64, 8)
+    assert_same(run(dataclasses.replace(policy, config=config), steps=60, kwargs=kwargs), expected)
 
 
 def test_logprobs_are_those_of_the_trainer(policy):
@@ -446,6 +458,26 @@ def test_find_stop_ends_a_response_where_it_says(policy):
     assert 0 < ended < 6
     assert any(seen > 0 for _, seen in looks)
     assert reports[-1].tokens == rollout.lengths.sum()
+
+
+def test_each_response_is_given_once_when_it_has_left_its_slot(policy):
+    given, looks = {}, []
+
+    def on_finished(rows, rollout):
+        looks.append(len(rows))
+        for i, row in enumerate(rows.tolist()):
+            assert row not in given
+            given[row] = rollout.tokens[i], rollout.lengths[i], rollout.logprobs[i], rollout.truncated[i]
+
+    limits = np.asarray([40, 3, 40, 5, 40, 2])
+    kwargs = {"limits": limits, "batch_size": 2, "on_finished": on_finished, "token_budget": 100}
+    rollout = run(policy, steps=40, kwargs=kwargs)
+    assert sorted(given) == list(range(6))
+    assert len(looks) > 2
+    for row, fields in given.items():
+        expected = rollout.tokens, rollout.lengths, rollout.logprobs, rollout.truncated
+        for got, whole in zip(fields, expected):
+            np.testing.assert_array_equal(got, whole[row])
 
 
 def test_a_token_budget_cuts_what_is_under_way_and_leaves_the_rest_empty(policy):

@@ -21,7 +21,7 @@ from vcppo_jax.phases.scoring import Rewards
 from vcppo_jax.rewards.score import Verdict
 from vcppo_jax.run.checkpoint import read_params
 from vcppo_jax.run.metrics import read_metrics
-from vcppo_jax.run.processes import share_out
+from vcppo_jax.run.processes import Shares
 from vcppo_jax.train.minibatches import Samples
 
 
@@ -170,21 +170,33 @@ def test_groups_beyond_what_is_needed_are_left():
     assert rows(got.rollout) == [0, 1, 100, 101]
 
 
-def test_what_is_shared_out_goes_on_in_the_background():
-    may_end = threading.Event()
+def test_shares_are_worked_on_in_the_background_as_they_are_ready():
+    may_end, batches = threading.Event(), []
 
     def double(items):
+        batches.append(items)
         assert may_end.wait(10)
         return [2 * item for item in items]
 
+    shares = Shares(4, double)
+    shares.give([2])
+    shares.give([0])
+    shares.give([3, 1])
+    may_end.set()  # only after the calls: who did the work in them would wait here
+    assert shares.results == [0, 2, 4, 6]
+    assert shares.results is shares.results
+    assert [item for batch in batches for item in batch] == [2, 0, 3, 1]
+
+
+def test_what_stops_the_work_on_shares_is_raised_where_they_are_needed():
     def fail(items):
         raise OSError("no process can be started")
 
-    results = share_out(range(3), double)
-    may_end.set()  # only after the call: who did the work in it would wait here
-    assert results() == results() == [0, 2, 4]
+    shares = Shares(2, fail)
+    shares.give([0])
+    shares.give([1])
     with pytest.raises(OSError, match="no process can be started"):
-        share_out(range(3), fail)()
+        _ = shares.results
 
 
 EVERYTHING = (

@@ -7,6 +7,8 @@ position, so rows of different lengths decode together.
 
 from __future__ import annotations
 
+import dataclasses
+import functools
 from typing import Any
 
 import jax
@@ -24,7 +26,7 @@ from vcppo_jax.models.decoder import (
     rope_angles,
 )
 from vcppo_jax.models.specs import WeightSpec, is_spec, weight_specs
-from vcppo_jax.sharding import constrain, map_shards
+from vcppo_jax.sharding import constrain, context_device, map_shards
 
 
 @struct.dataclass
@@ -32,16 +34,33 @@ class Cache:
     """Keys and values of the tokens so far; B rows, S slots, K kv heads of width H."""
 
     keys: tuple[jax.Array, ...]
-    """Per layer [B, K, H, S]: as the right side of q K^T, which is then read in the order of memory."""
+    """Per layer [B, K, S, H]; with `keys_slots_last` [B, K, H, S]."""
     values: tuple[jax.Array, ...]
     """Per layer [B, K, S, H]."""
     lengths: jax.Array
     """[B] int32, tokens in the cache; the next one goes there."""
+    keys_slots_last: bool = struct.field(pytree_node=False)
+    """Chosen by the hardware, see `_keys_slots_last`."""
 
     @property
     def size(self) -> int:
         """S."""
         return self.values[0].shape[2]
+
+    @property
+    def slot_axes(self) -> tuple[int, int]:
+        """Which axis S is, in keys and in values."""
+        return 3 if self.keys_slots_last else 2, 2
+
+
+def _keys_slots_last() -> bool:
+    """Whether keys are best kept as [B, K, H, S] on the devices in context.
+
+    XLA's matmul on CPU reads the right side of q K^T in that order (1.24 to 1.43 times faster steps at
+    320 and 1,024 tokens). On TPU XLA keeps the width innermost, and would copy such a cache at the entry
+    and the exit of every program.
+    """
+    return context_device().platform == "cpu"
 
 
 def decode_weights(params: Params, config: ModelConfig, *, int8: bool = False) -> Params:
@@ -84,10 +103,13 @@ def _to_int8(weights: Params) -> Params:
 def empty_cache(config: ModelConfig, rows: int, cache_size: int) -> Cache:
     """A cache without a token."""
     heads, width, layers = config.num_kv_heads, config.head_dim, range(config.num_layers)
+    slots_last = _keys_slots_last()
+    key = (width, cache_size) if slots_last else (cache_size, width)
     return Cache(
-        keys=tuple(jnp.zeros((rows, heads, width, cache_size), config.compute_dtype) for _ in layers),
+        keys=tuple(jnp.zeros((rows, heads, *key), config.compute_dtype) for _ in layers),
         values=tuple(jnp.zeros((rows, heads, cache_size, width), config.compute_dtype) for _ in layers),
         lengths=jnp.zeros(rows, jnp.int32),
+        keys_slots_last=slots_last,
     )
 
 
@@ -98,7 +120,8 @@ def constrain_kv(x: jax.Array) -> jax.Array:
 
 def constrain_cache(cache: Cache) -> Cache:
     """`cache` with its rows and kv heads split over the mesh."""
-    return Cache(
+    return dataclasses.replace(
+        cache,
         keys=tuple(map(constrain_kv, cache.keys)),
         values=tuple(map(constrain_kv, cache.values)),
         lengths=constrain(cache.lengths, "batch"),
@@ -117,19 +140,24 @@ def prefill(
     angles = rope_angles(config, jnp.broadcast_to(jnp.arange(prompt, dtype=jnp.int32), tokens.shape))
     x = constrain(embed_tokens(weights, config, tokens), "batch", "length", "act_embed")
     keys, values = [], []
+    slots_last = _keys_slots_last()
 
-    room = (0, cache_size - prompt)
+    def by_head(x: jax.Array, *, slots_last: bool) -> jax.Array:
+        """Of [B, P, K, H], with room for the tokens to come."""
+        padded = jnp.pad(x, ((0, 0), (0, cache_size - prompt), (0, 0), (0, 0)))
+        return jnp.transpose(padded, (0, 2, 3, 1) if slots_last else (0, 2, 1, 3))
 
     for layer in weights["layers"]:
         query, key, value = project_qkv(layer, config, x, angles)
-        keys.append(jnp.pad(jnp.transpose(key, (0, 2, 3, 1)), ((0, 0), (0, 0), (0, 0), room)))
-        values.append(jnp.pad(jnp.swapaxes(value, 1, 2), ((0, 0), (0, 0), room, (0, 0))))
+        keys.append(by_head(key, slots_last=slots_last))
+        values.append(by_head(value, slots_last=False))
         attended = attention(query, key, value, None, implementation=config.attention)
         x = finish_layer(layer, config, x, attended)
         x = constrain(x, "batch", "length", "act_embed")
     last = jnp.take_along_axis(x, (lengths - 1)[:, None, None], axis=1)[:, 0]
     hidden = rms_norm(last, weights["norm"], config.rms_norm_eps)
-    return hidden, constrain_cache(Cache(tuple(keys), tuple(values), lengths.astype(jnp.int32)))
+    cache = Cache(tuple(keys), tuple(values), lengths.astype(jnp.int32), slots_last)
+    return hidden, constrain_cache(cache)
 
 
 def decode_step(
@@ -141,18 +169,20 @@ def decode_step(
     x = embed_tokens(weights, config, tokens)
     head = ("batch", "act_kv_heads", None)
     axes = ((*head, None), head, head, (*head, None), (*head, None), ("batch",))
+    append_and_attend = functools.partial(_append_and_attend, keys_slots_last=cache.keys_slots_last)
     keys, values = [], []
     for layer, old_keys, old_values in zip(weights["layers"], cache.keys, cache.values):
         query, key, value = project_qkv(layer, config, x, angles)
         grouped = query.reshape(-1, kv_heads, groups, config.head_dim)
         arrays = (grouped, key, value, old_keys, old_values, cache.lengths)
         # On each device's rows and heads: the compiler would gather the cache, for the heads are an index.
-        attended, new_keys, new_values = map_shards(_append_and_attend, arrays, axes, like=(0, 3, 4))
+        attended, new_keys, new_values = map_shards(append_and_attend, arrays, axes, like=(0, 3, 4))
         keys.append(new_keys)
         values.append(new_values)
         x = finish_layer(layer, config, x, attended)
     hidden = rms_norm(x, weights["norm"], config.rms_norm_eps)
-    return hidden, constrain_cache(Cache(tuple(keys), tuple(values), cache.lengths + 1))
+    cache = dataclasses.replace(cache, keys=tuple(keys), values=tuple(values), lengths=cache.lengths + 1)
+    return hidden, constrain_cache(cache)
 
 
 def _append_and_attend(
@@ -162,6 +192,8 @@ def _append_and_attend(
     keys: jax.Array,
     values: jax.Array,
     lengths: jax.Array,
+    *,
+    keys_slots_last: bool,
 ) -> tuple[jax.Array, jax.Array, jax.Array]:
     """(attention's result [B, K, G, H], keys, values) once `key` and `value` [B, K, H] are at `lengths` [B].
 
@@ -170,9 +202,11 @@ def _append_and_attend(
     rows, heads = jnp.arange(key.shape[0])[:, None], jnp.arange(key.shape[1])[None, :]
     slot = lengths[:, None]
     in_place: Any = {"unique_indices": True, "mode": "promise_in_bounds"}
-    keys = keys.at[rows, heads, :, slot].set(key.astype(keys.dtype), **in_place)
+    key_at = (rows, heads, slice(None), slot) if keys_slots_last else (rows, heads, slot)
+    keys = keys.at[key_at].set(key.astype(keys.dtype), **in_place)
     values = values.at[rows, heads, slot].set(value.astype(values.dtype), **in_place)
-    scores = jnp.einsum("bkgh,bkhs->bkgs", query, keys, preferred_element_type=jnp.float32)
+    product = "bkgh,bkhs->bkgs" if keys_slots_last else "bkgh,bksh->bkgs"
+    scores = jnp.einsum(product, query, keys, preferred_element_type=jnp.float32)
     visible = jnp.arange(values.shape[2])[None, :] <= slot
     scores = jnp.where(visible[:, None, None], scores * query.shape[-1] ** -0.5, -1e30)
     probs = jax.nn.softmax(scores, axis=-1).astype(query.dtype)

@@ -21,8 +21,9 @@ from vcppo_jax.rewards.score import Verdict, count_reasons, verify
 from vcppo_jax.rollout.engine import generate
 from vcppo_jax.rollout.plan import Progress
 from vcppo_jax.rollout.sampling import Sampling
-from vcppo_jax.run.processes import share_out
+from vcppo_jax.run.processes import Shares
 from vcppo_jax.train.minibatches import Samples, widen
+from vcppo_jax.types import Rollout
 
 
 @dataclasses.dataclass
@@ -144,7 +145,7 @@ def collect(
     interruptible: bool,
     int8_weights: bool = False,
 ) -> ScoredRollout:
-    """`sampling.n` responses to each record; the verifier begins when the last of them has ended.
+    """`sampling.n` responses to each record; the verifier reads each in the background once it has ended.
 
     With `interruptible`, a signal ends it between decode chunks (raises Interrupted); the caller then still
     holds the state from before the step.
@@ -161,6 +162,30 @@ def collect(
         rate = now.tokens / (time.monotonic() - started_at)
         workspace.progress.substep(f"generate, {now.tokens} tokens, {rate:.0f}/s", now.finished, total)
 
+    rows = [record for record in records for _ in range(sampling.n)]
+    as_text = functools.partial(decode, workspace.tokenizer, eos_ids=workspace.eos_ids)
+    ended: dict[int, tuple[np.ndarray, bool]] = {}
+    """Row to its response's tokens and whether it was truncated."""
+
+    def verified(items: list[int]) -> list[Verdict]:
+        responses, truncated = zip(*[ended.pop(i) for i in items])
+        return verify(
+            [as_text(tokens) for tokens in responses],
+            [rows[i].answer for i in items],
+            truncated=truncated,
+            thinking_open=[rows[i].thinking_open for i in items],
+            timeout_s=workspace.config.verifier.timeout_s,
+            pool=workspace.verifier,
+        )
+
+    verdicts = Shares(total, verified, together=sampling.n)
+
+    def on_finished(finished: np.ndarray, rollout: Rollout) -> None:
+        items = finished.tolist()
+        tokens, lengths, truncated = map(np.asarray, (rollout.tokens, rollout.lengths, rollout.truncated))
+        ended.update({row: (tokens[i, : lengths[i]], bool(truncated[i])) for i, row in enumerate(items)})
+        verdicts.give(items)
+
     with timer("generate"):
         rollout = generate(
             policy,
@@ -175,40 +200,21 @@ def collect(
             find_stop=stop_finder(workspace.tokenizer, stop) if stop else None,
             token_budget=workspace.config.rollout.token_budget,
             on_progress=on_progress,
+            on_finished=on_finished,
         )
-    rows = [record for record in records for _ in range(sampling.n)]
-    tokens, lengths = np.asarray(rollout.tokens), np.asarray(rollout.lengths)
-    truncated = np.asarray(rollout.truncated)
-    as_text = functools.partial(decode, workspace.tokenizer, eos_ids=workspace.eos_ids)
-
-    def verified(prompts: Sequence[int]) -> list[list[Verdict]]:
-        """Of each of these prompts, the verdicts on its responses."""
-        n = sampling.n
-        chosen = [prompt * n + sample for prompt in prompts for sample in range(n)]
-        verdicts = verify(
-            [as_text(tokens[i, : lengths[i]]) for i in chosen],
-            [rows[i].answer for i in chosen],
-            truncated=[bool(truncated[i]) for i in chosen],
-            thinking_open=[rows[i].thinking_open for i in chosen],
-            timeout_s=workspace.config.verifier.timeout_s,
-            pool=workspace.verifier,
-        )
-        return [verdicts[at : at + n] for at in range(0, len(verdicts), n)]
-
-    groups = share_out(range(len(records)), verified)
     samples = Samples(
         [record.prompt_ids for record in rows],
-        tokens,
-        lengths,
+        np.asarray(rollout.tokens),
+        np.asarray(rollout.lengths),
         lambda count: workspace.shape_for(sampling.max_new_tokens, count),
     )
     return ScoredRollout(
         rows,
         samples,
         np.asarray(rollout.logprobs),
-        truncated,
+        np.asarray(rollout.truncated),
         as_text,
-        lambda: [verdict for group in groups() for verdict in group],
+        lambda: verdicts.results,
         now.tokens,
         now.row_steps,
     )

@@ -58,6 +58,7 @@ def generate(
     find_stop: Callable[[np.ndarray, int], int | None] | None = None,
     token_budget: int | None = None,
     on_progress: Callable[[Progress], None] | None = None,
+    on_finished: Callable[[np.ndarray, Rollout], None] | None = None,
 ) -> Rollout:
     """`sampling.n` responses to each prompt, as NumPy arrays in the order of the prompts.
 
@@ -80,7 +81,9 @@ def generate(
     are cut, and those that have not begun stay empty, truncated too.
 
     At most `batch_size` rows (256 when None) decode at once. With `mesh`, rows are split over its batch
-    axes, and weights for decoding over its tensor axis. `on_progress` is called after every chunk.
+    axes, and weights for decoding over its tensor axis. `on_progress` is called after every chunk,
+    then `on_finished(rows, rollout)` with the responses that left their slots, which are those `rows` of the
+    result; at the end with the rest of them.
 
     Raises ValueError, naming the prompt's index, for one that is empty, leaves no room for
     max_new_tokens or has an id outside the vocabulary.
@@ -117,7 +120,7 @@ def generate(
         call = _Call(
             weights, config, prompts, sampling, key, eos_ids, pad_id, plan, bucket, ids, row_limits, mesh
         )
-        return call.run(find_stop, on_progress, token_budget)
+        return call.run(find_stop, on_progress, on_finished, token_budget)
 
 
 class _Call:
@@ -157,6 +160,8 @@ class _Call:
         """The first of the prompts that were read last, and their cache."""
         self.taken_out: list[tuple[np.ndarray, np.ndarray, Finished]] = []
         """(indices, rows, what `swap` gave): not yet in `rollout`, for these may not be computed yet."""
+        self.left: list[int] = []
+        """Rows that have left their slots since the last chunk."""
         self.stops: dict[int, int] = {}
         """Row to length, of the responses that `find_stop` ended."""
         self.seen = np.zeros(rows, np.int64)
@@ -171,10 +176,18 @@ class _Call:
         self,
         find_stop: Callable[[np.ndarray, int], int | None] | None,
         on_progress: Callable[[Progress], None] | None,
+        on_finished: Callable[[np.ndarray, Rollout], None] | None,
         token_budget: int | None,
     ) -> Rollout:
         """Decode until every sample has ended, or the budget is used up."""
         total = len(self.sample_ids)
+        given = np.zeros(total, bool)
+
+        def give(rows: np.ndarray) -> None:
+            if on_finished is not None and len(rows):
+                on_finished(rows, self._result(rows))
+                given[rows] = True
+
         while True:
             self._fill()
             self._shrink()
@@ -196,10 +209,17 @@ class _Call:
             progress = self._progress()
             if on_progress is not None:
                 on_progress(progress)
+            give(np.asarray(self.left, np.int64))
+            self.left.clear()
             if progress.finished == total or (token_budget is not None and progress.tokens >= token_budget):
                 break
         self._take_all()
-        return Rollout(self.tokens, self.response_lengths, self.logprobs, self.truncated)  # type: ignore[arg-type]
+        give(np.flatnonzero(~given))
+        return self._result(slice(None))
+
+    def _result(self, rows: Any) -> Rollout:
+        fields = (self.tokens, self.response_lengths, self.logprobs, self.truncated)
+        return Rollout(*(field[rows] for field in fields))
 
     def _fill(self) -> None:
         """Put waiting samples into the slots that are done, reading their prompts as it comes to them."""
@@ -333,7 +353,7 @@ class _Call:
         keys, values = list(cache.keys), list(cache.values)
         cache = dataclasses.replace(cache, keys=(), values=())
         self.slots = dataclasses.replace(self.slots, cache=cache)
-        for arrays, axis in ((keys, 3), (values, 2)):
+        for arrays, axis in zip((keys, values), cache.slot_axes):
             for i in range(len(arrays)):
                 arrays[i] = change(arrays[i], axis)
         return dataclasses.replace(cache, keys=tuple(keys), values=tuple(values))
@@ -349,6 +369,7 @@ class _Call:
         there = self.row_of[at] >= 0
         self.tokens_before += int(self.lengths[at][there].sum())
         self.finished_before += int(there.sum())
+        self.left += self.row_of[at][there].tolist()
 
     def _take_all(self) -> None:
         """Take over what is in the slots now."""

@@ -120,15 +120,16 @@ def swap(slots: Slots, prompts: Cache, entry: Entry) -> tuple[Slots, Finished]:
         return constrain(old.at[at].set(new, mode="drop"), "batch")
 
     sources = jnp.asarray(entry.sources)
-    cache = Cache(
-        keys=tuple(
-            old.at[at, :, :, :width].set(new[sources], mode="drop")
-            for old, new in zip(slots.cache.keys, prompts.keys)
-        ),
-        values=tuple(
-            old.at[at, :, :width].set(new[sources], mode="drop")
-            for old, new in zip(slots.cache.values, prompts.values)
-        ),
+
+    def put_prompts(old: tuple[jax.Array, ...], new: tuple[jax.Array, ...], axis: int) -> Any:
+        first = (at, *[slice(None)] * (axis - 1), slice(width))
+        return tuple(x.at[first].set(prompt[sources], mode="drop") for x, prompt in zip(old, new))
+
+    key_axis, value_axis = prompts.slot_axes
+    cache = dataclasses.replace(
+        slots.cache,
+        keys=put_prompts(slots.cache.keys, prompts.keys, key_axis),
+        values=put_prompts(slots.cache.values, prompts.values, value_axis),
         lengths=put(slots.cache.lengths, jnp.asarray(entry.prompt_lengths) - 1),
     )
     slots = dataclasses.replace(

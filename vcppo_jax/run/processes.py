@@ -11,9 +11,8 @@ from __future__ import annotations
 import functools
 import pickle
 import threading
-from collections.abc import Callable, Sequence
-from concurrent.futures import Future
-from typing import Any, TypeVar
+from collections.abc import Callable, Iterable
+from typing import Any, Generic, TypeVar
 
 import jax
 import numpy as np
@@ -68,25 +67,58 @@ def largest(number: int) -> int:
     return int(np.max(multihost_utils.process_allgather(np.int32(number))))
 
 
-def share_out(items: Sequence[T], work: Callable[[Sequence[T]], list[R]]) -> Callable[[], list[R]]:
-    """Start `work`, in a thread, on the part of the items that falls to this process.
+class Shares(Generic[R]):
+    """Work on items 0, 1, ... that become ready one after another, split between the processes.
 
-    What comes back waits for the results of all processes, one per item; all processes must call it at the
-    same point. It raises what `work` raised here. Later calls cost nothing. An exit does not wait for the
-    thread.
+    It goes on in a thread, for which an exit does not wait; what is ready at one time goes to `work` as one.
     """
-    count, index = jax.process_count(), jax.process_index()
-    start, stop = (len(items) * i // count for i in (index, index + 1))
-    mine: Future[list[R]] = Future()
 
-    def run() -> None:
-        try:
-            mine.set_result(work(items[start:stop]))
-        except BaseException as error:
-            mine.set_exception(error)
+    def __init__(self, total: int, work: Callable[[list[int]], list[R]], *, together: int = 1) -> None:
+        """`work(items)` gives one result per item; `together` consecutive items fall to one process."""
+        count, index = jax.process_count(), jax.process_index()
+        self._total, self._work = total, work
+        self._mine = {item for item in range(total) if item // together % count == index}
+        self._ready: list[int] = []
+        self._done: dict[int, R] = {}
+        self._error: BaseException | None = None
+        self._thread: threading.Thread | None = None
+        self._lock = threading.Lock()
 
-    threading.Thread(target=run, name="share_out", daemon=True).start()
-    return functools.cache(lambda: [result for part in gather(mine.result()) for result in part])
+    def give(self, items: Iterable[int]) -> None:
+        """These are ready. All processes give the same ones, each item once."""
+        with self._lock:
+            self._ready += [item for item in items if item in self._mine]
+            if self._ready and self._thread is None and self._error is None:
+                self._thread = threading.Thread(target=self._run, name="shares", daemon=True)
+                self._thread.start()
+
+    def _run(self) -> None:
+        while True:
+            with self._lock:
+                items, self._ready = self._ready, []
+                if not items:
+                    self._thread = None
+                    return
+            try:
+                self._done.update(zip(items, self._work(items), strict=True))
+            except BaseException as error:
+                with self._lock:
+                    self._error, self._thread = error, None
+                return
+
+    @functools.cached_property
+    def results(self) -> list[R]:
+        """Of all items, in their order; all of them have been given.
+
+        The first time all processes must ask for it, at the same point, and it waits. Raises what `work`
+        raised here.
+        """
+        while (thread := self._thread) is not None:
+            thread.join()
+        if self._error is not None:
+            raise self._error
+        done = {item: result for part in gather(self._done) for item, result in part.items()}
+        return [done[item] for item in range(self._total)]
 
 
 def _portable(error: Exception) -> Exception:
