@@ -1,5 +1,6 @@
 """`vcppo evaluate --grade`: pass rates, bands and their files, and what a second grading goes on from."""
 
+import dataclasses
 import json
 import os
 import signal
@@ -9,7 +10,7 @@ import pytest
 from tiny_run import on_one_device, tiny_config
 
 from vcppo_jax.config import GradeSection
-from vcppo_jax.phases import grade
+from vcppo_jax.phases import collect, grade
 from vcppo_jax.phases.loop import Interrupted
 from vcppo_jax.phases.pipeline import run_phases
 from vcppo_jax.phases.workspace import Workspace
@@ -26,40 +27,42 @@ SETTINGS = (
 GRADED = [*grade.BANDS, "grades"]
 
 
-class Verifier:
+class Collect:
     """Of the samples of a prompt with answer a, a modulo 5 are right; a signal comes with call `stop_at`."""
 
     def __init__(self, stop_at=None):
         self.calls, self.stop_at = [], stop_at
 
-    def __call__(self, responses, golds, **_):
-        self.calls.append(len(golds) // SAMPLES)
+    def __call__(self, workspace, policy, records, **kwargs):
+        self.calls.append(len(records))
+        rollout = collect.collect(workspace, policy, records, **kwargs)
         if len(self.calls) == self.stop_at:
             os.kill(os.getpid(), signal.SIGTERM)
-        return [
-            Verdict(1.0, "correct") if row % SAMPLES < int(gold) % 5 else Verdict(-1.0, "wrong")
-            for row, gold in enumerate(golds)
+        verdicts = [
+            Verdict(1.0, "correct") if row % SAMPLES < int(record.answer) % 5 else Verdict(-1.0, "wrong")
+            for row, record in enumerate(rollout.records)
         ]
+        return dataclasses.replace(rollout, judge=lambda: verdicts)
 
 
 @pytest.fixture
 def graded(tmp_path, monkeypatch):
-    """Grade with the settings; returns the verifier, which has counted the prompts of each step."""
+    """Grade with the settings; returns what has counted the prompts of each step."""
     on_one_device(monkeypatch)
     monkeypatch.setattr(grade, "PROMPTS_PER_STEP", PER_STEP)
     monkeypatch.setattr("vcppo_jax.rewards.pool.VerifierPool.start", lambda self: None)
     monkeypatch.setattr("vcppo_jax.phases.pipeline.write_report", lambda run_dir: run_dir)
 
     def run(*words, stop_at=None):
-        verifier = Verifier(stop_at)
-        monkeypatch.setattr("vcppo_jax.phases.collect.verify", verifier)
+        counted = Collect(stop_at)
+        monkeypatch.setattr(grade, "collect", counted)
         config = tiny_config(tmp_path, *SETTINGS, *words)
         if stop_at is None:
             run_phases(config, ("grade",), again=("grade",))
         else:
             with pytest.raises(Interrupted):
                 run_phases(config, ("grade",), again=("grade",))
-        return verifier
+        return counted
 
     return run
 
