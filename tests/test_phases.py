@@ -5,7 +5,7 @@ import time
 
 import numpy as np
 import pytest
-from tiny_run import on_one_device, tiny_config, whole_run
+from tiny_run import judge_by_row, on_one_device, tiny_config, whole_run
 
 import vcppo_jax as vc
 from vcppo_jax.config_load import ConfigError
@@ -116,15 +116,17 @@ VERIFIER_SECONDS, SCORING_SECONDS = 1.0, 0.4
 """How long the stubs below take: the verifier once a step, each pass for log-probs or values."""
 
 
-def every_second_one_is_right(responses, golds, **_):
-    """Verdicts that differ between the two samples of a prompt, which an untrained model's never do."""
+def slow(responses, golds, **_):
+    """A verifier that takes its time."""
     time.sleep(VERIFIER_SECONDS)
-    return [Verdict(-1.0, "wrong") if row % 2 else Verdict(1.0, "correct") for row in range(len(responses))]
+    return [Verdict(-1.0, "wrong")] * len(responses)
 
 
 @pytest.mark.parametrize("name", BASELINES)
 def test_the_baselines_run_on_the_same_code(run, tmp_path, capsys, monkeypatch, name):
-    monkeypatch.setattr("vcppo_jax.phases.collect.verify", every_second_one_is_right)
+    monkeypatch.setattr("vcppo_jax.phases.collect.verify", slow)
+    # Verdicts that differ between the samples of a prompt, which those of an untrained model never do.
+    judge_by_row(monkeypatch, 2)
     score = Scorer.__call__
     monkeypatch.setattr(Scorer, "__call__", lambda *given: (time.sleep(SCORING_SECONDS), score(*given))[1])
     config = tiny_config(

@@ -6,10 +6,9 @@ from pathlib import Path
 
 import pytest
 import yaml
-from tiny_run import on_one_device, tiny_config
+from tiny_run import judge_by_row, on_one_device, tiny_config
 
 from vcppo_jax.phases.pipeline import run_phases
-from vcppo_jax.rewards.score import Verdict
 from vcppo_jax.run.metrics import read_metrics
 
 PRESETS = sorted((Path(__file__).parent.parent / "configs" / "algorithms").glob("*.yaml"))
@@ -20,11 +19,6 @@ NAMES = {
 SAMPLES = 8
 
 
-def one_in_three_is_right(responses, golds, **_):
-    """Verdicts that differ within every group of two or more, which an untrained model's never do."""
-    return [Verdict(-1.0, "wrong") if row % 3 else Verdict(1.0, "correct") for row in range(len(responses))]
-
-
 def test_every_algorithm_has_its_preset():
     assert {path.stem for path in PRESETS} == NAMES
 
@@ -32,7 +26,7 @@ def test_every_algorithm_has_its_preset():
 @pytest.mark.parametrize("path", PRESETS, ids=lambda path: path.stem)
 def test_a_preset_trains_without_a_warning(tmp_path, monkeypatch, caplog, path):
     on_one_device(monkeypatch)
-    monkeypatch.setattr("vcppo_jax.phases.collect.verify", one_in_three_is_right)
+    judge_by_row(monkeypatch, 3)  # verdicts differ within every group; an untrained model's never do
     preset = yaml.safe_load(path.read_text())
     samples = preset.get("rollout", {}).get("n", 2)
     assert samples <= 2 * SAMPLES

@@ -9,6 +9,8 @@ import pytest
 from vcppo_jax.config import Config
 from vcppo_jax.config_load import load_config
 from vcppo_jax.phases.pipeline import run_phases
+from vcppo_jax.rewards.score import Verdict
+from vcppo_jax.run.processes import Shares
 from vcppo_jax.sharding import make_mesh
 
 YAML = """
@@ -57,3 +59,14 @@ def whole_run(base: Path) -> Path:
     config = tiny_config(directory)
     assert run_phases(config, config.phases) == directory / "run" / "report.html"
     return directory
+
+
+def judge_by_row(monkeypatch: pytest.MonkeyPatch, period: int) -> None:
+    """Of a rollout's rows every `period`th is right, the first one among them; the verifier still works."""
+    results = Shares.results.func
+
+    def by_row(self: Shares[Verdict]) -> list[Verdict]:
+        count = len(results(self))
+        return [Verdict(-1.0, "wrong") if row % period else Verdict(1.0, "correct") for row in range(count)]
+
+    monkeypatch.setattr(Shares, "results", property(by_row))
