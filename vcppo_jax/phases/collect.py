@@ -164,27 +164,7 @@ def collect(
 
     rows = [record for record in records for _ in range(sampling.n)]
     as_text = functools.partial(decode, workspace.tokenizer, eos_ids=workspace.eos_ids)
-    ended: dict[int, tuple[np.ndarray, bool]] = {}
-    """Row to its response's tokens and whether it was truncated."""
-
-    def verified(items: list[int]) -> list[Verdict]:
-        responses, truncated = zip(*[ended.pop(i) for i in items])
-        return verify(
-            [as_text(tokens) for tokens in responses],
-            [rows[i].answer for i in items],
-            truncated=truncated,
-            thinking_open=[rows[i].thinking_open for i in items],
-            timeout_s=workspace.config.verifier.timeout_s,
-            pool=workspace.verifier,
-        )
-
-    verdicts = Shares(total, verified, together=sampling.n)
-
-    def on_finished(finished: np.ndarray, rollout: Rollout) -> None:
-        items = finished.tolist()
-        tokens, lengths, truncated = map(np.asarray, (rollout.tokens, rollout.lengths, rollout.truncated))
-        ended.update({row: (tokens[i, : lengths[i]], bool(truncated[i])) for i, row in enumerate(items)})
-        verdicts.give(items)
+    on_finished, verdicts = _verify_as_they_end(workspace, rows, as_text, together=sampling.n)
 
     with timer("generate"):
         rollout = generate(
@@ -218,6 +198,35 @@ def collect(
         now.tokens,
         now.row_steps,
     )
+
+
+def _verify_as_they_end(
+    workspace: Workspace, rows: list[PromptRecord], as_text: Callable[[np.ndarray], str], *, together: int
+) -> tuple[Callable[[np.ndarray, Rollout], None], Shares[Verdict]]:
+    """(what `generate` gives the responses to `rows` to, their verdicts); `together` rows are of a prompt."""
+    ended: dict[int, tuple[np.ndarray, bool]] = {}
+    """Row to its response's tokens and whether it was truncated."""
+
+    def verified(items: list[int]) -> list[Verdict]:
+        responses, truncated = zip(*[ended.pop(i) for i in items])
+        return verify(
+            [as_text(tokens) for tokens in responses],
+            [rows[i].answer for i in items],
+            truncated=truncated,
+            thinking_open=[rows[i].thinking_open for i in items],
+            timeout_s=workspace.config.verifier.timeout_s,
+            pool=workspace.verifier,
+        )
+
+    verdicts = Shares(len(rows), verified, together=together)
+
+    def on_finished(finished: np.ndarray, rollout: Rollout) -> None:
+        items = finished.tolist()
+        tokens, lengths, truncated = map(np.asarray, (rollout.tokens, rollout.lengths, rollout.truncated))
+        ended.update({row: (tokens[i, : lengths[i]], bool(truncated[i])) for i, row in enumerate(items)})
+        verdicts.give(items)
+
+    return on_finished, verdicts
 
 
 def _already(verdicts: list[Verdict]) -> Callable[[], list[Verdict]]:
