@@ -158,6 +158,60 @@ def test_a_tpu_module_without_trip_counts():
     assert work.bytes == 7 * (2 * 8 * 16 * 4 + 4 + 4 + 1)  # the condition reads two numbers
 
 
+TPU_CACHE_TEXT = """HloModule jit_f, is_scheduled=true
+
+%scatter.1 (k.1: f32[64,128], i.1: s32[2,1], u.1: f32[2,128]) -> f32[64,128] {
+  %k.1 = f32[64,128]{1,0:T(8,128)} parameter(0)
+  %i.1 = s32[2,1]{1,0:T(8,128)} parameter(1)
+  %u.1 = f32[2,128]{1,0:T(8,128)} parameter(2)
+  ROOT %s.1 = f32[64,128]{1,0:T(8,128)} scatter(%k.1, %i.1, %u.1), update_window_dims={1}
+}
+
+ENTRY %main.3 (k.3: f32[64,128], i.3: s32[2,1], u.3: f32[2,128]) -> f32[64,128] {
+  %k.3 = f32[64,128]{1,0:T(8,128)} parameter(0)
+  %i.3 = s32[2,1]{1,0:T(8,128)} parameter(1)
+  %u.3 = f32[2,128]{1,0:T(8,128)} parameter(2)
+  %f.3 = f32[64,128]{1,0:T(8,128)} fusion(%k.3, %i.3, %u.3), kind=kCustom, calls=%scatter.1
+  %p.3 = ((f32[64,128]{1,0:T(8,128)}), f32[16,128]{1,0:T(8,128)S(1)}, s32[]{:S(2)}) slice-start(%f.3)
+  %d.3 = f32[16,128]{1,0:T(8,128)S(1)} slice-done(%p.3)
+  ROOT %b.3 = f32[64,128]{1,0:T(8,128)} bitcast(%f.3)
+}
+"""
+
+
+def test_a_scatter_in_place_and_a_slice_into_a_core_count_their_parts():
+    """Two rows are read and written, 16 of them go into the core's memory; the 64 are never read whole."""
+    work = traffic(parse_module(TPU_CACHE_TEXT), devices=1, unknown_trips=1)
+    assert work.bytes == 2 * 2 * 128 * 4 + 2 * 4 + 16 * 128 * 4
+
+
+TPU_GATHER_TEXT = """HloModule jit_f, is_scheduled=true
+
+%async_collective_fusion.1 (p.1: f32[8,128], w.1: f32[64,128]) -> (f32[64,128], f32[8,128]) {
+  %p.1 = f32[8,128]{1,0:T(8,128)} parameter(0)
+  %w.1 = f32[64,128]{1,0:T(8,128)} parameter(1)
+  %g.1 = f32[64,128]{1,0:T(8,128)} all-gather(%p.1), channel_id=5, replica_groups=[1,8]<=[8], dimensions={0}
+  ROOT %t.1 = (f32[64,128]{1,0:T(8,128)}, f32[64,128]{1,0:T(8,128)}) tuple(%g.1, %w.1)
+}
+
+ENTRY %main.3 (p.3: f32[8,128], w.3: f32[64,128]) -> f32[64,128] {
+  %p.3 = f32[8,128]{1,0:T(8,128)} parameter(0)
+  %w.3 = f32[64,128]{1,0:T(8,128)} parameter(1)
+  %f.3 = (f32[64,128], f32[64,128]) fusion(%p.3, %w.3), kind=kCustom, calls=%async_collective_fusion.1
+  %g.3 = (f32[64,128], f32[64,128]) fusion(%p.3, %w.3), kind=kCustom, calls=%async_collective_fusion.1
+  ROOT %r.3 = f32[64,128]{1,0:T(8,128)} get-tuple-element(%g.3), index=0
+}
+"""
+
+
+def test_a_collective_that_fusions_carry_on_counts_once():
+    """Two fusions with one channel gather 64 rows of 512 bytes; what they hand on moves nothing."""
+    work = traffic(parse_module(TPU_GATHER_TEXT), devices=8, unknown_trips=1)
+    (gather,) = work.collectives.values()
+    assert (gather.calls, gather.payload) == (1, 64 * 512)
+    assert work.bytes == 2 * 8 * 512 + 64 * 512  # each reads its part
+
+
 def test_a_tpu_loop_that_carries_its_limit_and_counts_by_two():
     """From 1 to 8 by 2: four turns, not the seven of a constant limit."""
     carried = TPU_TEXT.replace(
@@ -258,16 +312,20 @@ def plan(tmp_path_factory):
 
 def test_a_plan_has_what_the_engine_runs(plan):
     names = [program.name for program in plan.programs]
-    assert names == ["log-probs", "reshard", "new slots", "prefill", "swap", "decode"]
+    assert names == ["log-probs", "reshard layer", "reshard rest", "new slots", "prefill", "swap", "decode"]
     by_name = {program.name: program for program in plan.programs}
     slots = by_name["new slots"].cost.output_bytes
     decode = by_name["decode"].cost
     assert decode.output_bytes < slots / 10  # the slots are written over
     assert by_name["decode"].trips == 32
-    reshard = by_name["reshard"]
-    assert reshard.resident_bytes + reshard.cost.argument_bytes == pytest.approx(
-        by_name["prefill"].resident_bytes - slots, rel=0.01
-    )
+    layer, rest = by_name["reshard layer"], by_name["reshard rest"]
+    assert layer.calls == plan.policy.num_layers
+    states = by_name["prefill"].resident_bytes - slots
+    placed = layer.calls * layer.cost.output_bytes
+    for program, earlier in ((layer, placed - layer.cost.output_bytes), (rest, placed)):
+        assert program.resident_bytes + program.cost.argument_bytes == pytest.approx(
+            states + earlier, rel=0.01
+        )
     assert plan.fits
     assert step_times(plan) is None  # without the updates there is no step
     page = plan_page(plan, "vcppo plan", "title")

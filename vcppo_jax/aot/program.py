@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import dataclasses
 import re
+import tempfile
 import time
+from pathlib import Path
 from typing import Any
 
 import jax
@@ -98,15 +100,15 @@ def compile_program(
     """
     start = time.perf_counter()
     try:
-        compiled = traced.lower().compile()
+        compiled, text = _compile(traced, topology)
     except jax.errors.JaxRuntimeError as error:
-        text = str(error)
-        if "RESOURCE_EXHAUSTED" not in text and "Ran out of memory" not in text:
+        message = str(error)
+        if "RESOURCE_EXHAUSTED" not in message and "Ran out of memory" not in message:
             raise
-        raise _does_not_fit(text) from None
+        raise _does_not_fit(message) from None
     seconds = time.perf_counter() - start
     memory = compiled.memory_analysis()
-    module = parse_module(compiled.as_text())
+    module = parse_module(text)
     work = traffic(module, devices=mesh.size, unknown_trips=unknown_trips)
     whole = jaxpr_flops(traced.jaxpr, unknown_trips=unknown_trips)
     flops = work.flops + whole.kernels / mesh.size
@@ -128,6 +130,17 @@ def compile_program(
         compile_seconds=seconds,
     )
     return Compiled(cost, compiled.out_info)
+
+
+def _compile(traced: jax.stages.Traced, topology: Topology) -> tuple[Any, str]:
+    """(the program, its text). TPU's is what the compiler dumps: `as_text` fails on sparse cores' gathers."""
+    if not topology.chip.wraps:
+        compiled = traced.lower().compile()
+        return compiled, compiled.as_text()
+    with tempfile.TemporaryDirectory() as folder:
+        compiled = traced.lower().compile({"xla_dump_to": folder, "xla_dump_hlo_as_text": True})
+        (dump,) = Path(folder).glob("*.after_optimizations.txt")
+        return compiled, dump.read_text(encoding="utf-8")
 
 
 def _does_not_fit(message: str) -> DoesNotFit:

@@ -79,13 +79,16 @@ class _Counter:
         self.fused_flops = functools.cache(self._fused_flops)
 
     def _of(self, name: str, in_loop: bool) -> Traffic:
-        total = Traffic()
+        total, under_way = Traffic(), set[str]()
         computation = self.module.computations[name]
         for instruction in computation.instructions.values():
-            self._count(total, computation, instruction, in_loop)
+            self._count(total, computation, instruction, in_loop, under_way)
         return total
 
-    def _count(self, total: Traffic, where: Computation, what: Instruction, in_loop: bool) -> None:
+    def _count(
+        self, total: Traffic, where: Computation, what: Instruction, in_loop: bool, under_way: set[str]
+    ) -> None:
+        """Add what an instruction costs; `under_way` are channels of collectives that fusions carry on."""
         opcode = what.opcode
         if opcode in _FREE or opcode.endswith("-done"):
             return
@@ -106,24 +109,33 @@ class _Counter:
         elif kind is not None:
             self._collective(total, where, what, kind)
         elif opcode == "fusion":
-            self._fusion(total, where, what, called["calls"])
+            self._fusion(total, where, what, called["calls"], under_way)
         else:
             if opcode == "custom-call" and any(part in what.attributes for part in KERNELS):
                 total.kernels += 1
             total.flops += matrix_flops(where, what)
             total.bytes += _plain_bytes(where, what)
 
-    def _fusion(self, total: Traffic, where: Computation, what: Instruction, called: str) -> None:
+    def _fusion(
+        self, total: Traffic, where: Computation, what: Instruction, called: str, under_way: set[str]
+    ) -> None:
         inner = self.module.computations[called]
         total.flops += self.fused_flops(called)
         for place, operand in enumerate(what.operands):
             total.bytes += min(where.bytes_of(operand), self._read(inner, place, where, operand))
-        total.bytes += self._written(inner, what)
+        carried_on = set()
         for instruction in inner.instructions.values():
             if instruction.opcode in _KINDS:
+                # TPU: fusions of products take turns to carry a collective on, under one channel.
+                channel = re.search(r"channel_id=\d+", instruction.attributes)
+                if channel is not None and channel[0] in under_way:
+                    carried_on.add(instruction.name)
+                    continue
+                under_way |= {channel[0]} if channel is not None else set()
                 # TPU: an all-reduce whose result is sliced at once is a reduce-scatter.
                 kind = "reduce-scatter" if "scatter" in called else instruction.opcode
                 self._collective(total, inner, instruction, kind, memory=False)
+        total.bytes += self._written(inner, what, carried_on)
 
     def _fused_flops(self, name: str) -> float:
         inner = self.module.computations[name]
@@ -144,8 +156,10 @@ class _Counter:
         for user, at in inner.users.get(name, []):
             if user.opcode in ("dynamic-slice", "gather") and at == 0:
                 read += _size(inner, user.name)
-            elif user.opcode == "dynamic-update-slice" and at == 0:
+            elif user.opcode in ("dynamic-update-slice", "scatter") and at == 0:
                 continue
+            elif user is inner.root and user.opcode == "tuple":
+                continue  # handed on as it is
             elif user.opcode == "fusion":
                 deeper = self.module.computations[user.called()["calls"]]
                 read += self._read(deeper, at, where, operand)
@@ -153,7 +167,8 @@ class _Counter:
                 return whole
         return read
 
-    def _written(self, inner: Computation, what: Instruction) -> float:
+    def _written(self, inner: Computation, what: Instruction, already: set[str]) -> float:
+        """Bytes that a fusion writes, without the results that are `already` there when it starts."""
         root = inner.root
         roots = [inner.instructions[name] for name in root.operands] if root.opcode == "tuple" else [root]
         written = 0.0
@@ -162,8 +177,10 @@ class _Counter:
                 continue
             while result.opcode in ("bitcast", "copy") and result.operands:
                 result = inner.instructions[result.operands[0]]
+            if result.opcode == "parameter" or result.name in already:
+                continue
             if result.opcode == "fusion":
-                written += self._written(self.module.computations[result.called()["calls"]], result)
+                written += self._written(self.module.computations[result.called()["calls"]], result, already)
             elif result.opcode == "dynamic-update-slice":
                 written += _size(inner, result.operands[1])
             elif result.opcode == "scatter":
@@ -206,10 +223,9 @@ def _plain_bytes(where: Computation, what: Instruction) -> float:
     if what.opcode in ("dynamic-slice", "slice", "gather"):
         return 2 * result
     if what.opcode in ("copy-start", "slice-start"):
-        first = what.result[0]
-        source = where.bytes_of(what.operands[0])
-        size = first.size
-        return (0 if first.on_chip else size) + min(size, source)
+        # The result of the one holds the copy first, that of the other the array that is sliced.
+        copy = what.result[0 if what.opcode == "copy-start" else 1]
+        return (0 if copy.on_chip else copy.size) + min(copy.size, where.bytes_of(what.operands[0]))
     if what.opcode == "dynamic-update-slice":
         return 2 * where.bytes_of(what.operands[1])
     if what.opcode == "scatter":
