@@ -11,10 +11,11 @@ import numpy as np
 import pytest
 from tiny_networks import random_params, random_tokens, tiny_config
 
-from vcppo_jax.models.decode import decode_step, decode_weights, prefill
+from vcppo_jax.models.decode import decode_step, prefill
 from vcppo_jax.models.decoder import hidden_states
 from vcppo_jax.models.heads import logits
 from vcppo_jax.models.specs import param_shardings, weight_specs
+from vcppo_jax.rollout.programs import decode_weights
 from vcppo_jax.sharding import make_mesh
 
 PROMPT, STEPS, CACHE = 6, 4, 12

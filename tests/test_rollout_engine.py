@@ -13,7 +13,6 @@ import pytest
 
 from vcppo_jax.models import decode
 from vcppo_jax.models.config import model_config
-from vcppo_jax.models.decode import decode_weights
 from vcppo_jax.models.decoder import hidden_states
 from vcppo_jax.models.heads import logits
 from vcppo_jax.models.networks import Policy, logprobs
@@ -21,6 +20,7 @@ from vcppo_jax.models.specs import init_params, param_shardings, weight_specs
 from vcppo_jax.rollout import engine, plan
 from vcppo_jax.rollout.engine import generate
 from vcppo_jax.rollout.plan import CHUNK_STEPS, Progress, plan_caches, plan_slots, prompt_bucket
+from vcppo_jax.rollout.programs import decode_weights
 from vcppo_jax.rollout.sampling import Sampling, sample_token
 from vcppo_jax.rollout.slots import new_slots
 from vcppo_jax.sharding import make_mesh, rollout_mesh
@@ -252,8 +252,9 @@ def test_compilations_are_known_and_new_weights_need_none(policy):
     with compilations() as first:
         for length in (9, 29):
             generate(policy, [[1] * length] * 5, sampling=sampling, key=KEY, eos_ids=(0,), batch_size=10)
-    # The weights' cast; for each of the buckets 16 and 32 the empty slots, the prefill, the swap, the chunk.
-    assert len(first) == 1 + 2 * 4
+    # The weights' casts, of a layer and of the rest; for each of the buckets 16 and 32 the empty slots, the
+    # prefill, the swap, the chunk.
+    assert len(first) == 2 + 2 * 4
     others = make_policy(1), make_policy(2)
     with compilations() as second:
         for other in others:

@@ -258,6 +258,21 @@ def gather(x: jax.Array, axis: str, *, whole: int) -> jax.Array:
     return jax.lax.all_gather(x, RULES[axis], axis=whole, tiled=True)
 
 
+def add(x: jax.Array, axis: str) -> jax.Array:
+    """Inside `map_shards`: the sum over the devices that a logical axis is split over."""
+    return jax.lax.psum(x, RULES[axis])
+
+
+def largest(x: jax.Array, axis: str) -> jax.Array:
+    """Inside `map_shards`: the maximum over the devices that a logical axis is split over."""
+    return jax.lax.pmax(x, RULES[axis])
+
+
+def part(axis: str) -> jax.Array:
+    """Inside `map_shards`: which part of a logical axis this device has, from 0."""
+    return jax.lax.axis_index(RULES[axis])
+
+
 def axis_shards(axis: str) -> int:
     """Into how many parts the mesh in context splits a logical axis; 1 without a mesh."""
     mesh = jax.sharding.get_abstract_mesh()

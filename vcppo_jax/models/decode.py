@@ -63,32 +63,39 @@ def _keys_slots_last() -> bool:
     return context_device().platform == "cpu"
 
 
-def decode_weights(params: Params, config: ModelConfig, *, int8: bool = False) -> Params:
-    """The parameters in the compute dtype, `layers` a tuple of one tree per layer.
+def decode_layer(layers: Params, index: jax.Array, config: ModelConfig, *, int8: bool = False) -> Params:
+    """Layer number `index` of the stacked `layers`, in the compute dtype, laid out for decoding.
 
-    On a mesh they are split over `tensor` alone: a decode step then gathers no weights, which over `fsdp`
-    it would do for every token. With `int8` the layers' kernels are whole numbers of 8 bits and have a
+    On a mesh its weights are split over `tensor` alone: a decode step then gathers no weights, which over
+    `fsdp` it would do for every token. With `int8` the kernels are whole numbers of 8 bits and have a
     `scale` [out] beside them.
     """
+    specs = weight_specs(config, head="lm")["layers"]
 
-    def place(spec: WeightSpec, weight: jax.Array, first: int) -> jax.Array:
-        axes = spec.axes[first:]
-        # Where this mesh has other parts than the one that the weights were trained on, first into these: an
-        # all-to-all. In one step XLA would gather the whole weight on every device.
-        parted = constrain(weight.astype(config.compute_dtype), *axes)
-        return constrain(parted, *[None if axis == "embed" else axis for axis in axes])
+    def one(spec: WeightSpec, stacked: jax.Array) -> jax.Array:
+        weight = jax.lax.dynamic_index_in_dim(stacked, index, keepdims=False)
+        return _place(weight, config, spec.axes[1:])
 
-    def layer(index: int) -> Params:
-        placed = jax.tree.map(lambda s, w: place(s, w[index], 1), layer_specs, layers, is_leaf=is_spec)
-        if not int8:
-            return placed
-        return {name: _to_int8(w) if isinstance(w, dict) else w for name, w in placed.items()}
+    placed = jax.tree.map(one, specs, layers, is_leaf=is_spec)
+    if not int8:
+        return placed
+    return {name: _to_int8(w) if isinstance(w, dict) else w for name, w in placed.items()}
 
+
+def decode_rest(rest: Params, config: ModelConfig) -> Params:
+    """The weights outside of the layers, in the compute dtype, laid out for decoding like them."""
     specs = weight_specs(config, head="lm")
-    layer_specs, layers = specs.pop("layers"), params["layers"]
-    rest = {name: weight for name, weight in params.items() if name != "layers"}
-    placed = jax.tree.map(lambda s, w: place(s, w, 0), specs, rest, is_leaf=is_spec)
-    return {**placed, "layers": tuple(map(layer, range(config.num_layers)))}
+    return {
+        name: jax.tree.map(lambda s, w: _place(w, config, s.axes), specs[name], weight, is_leaf=is_spec)
+        for name, weight in rest.items()
+    }
+
+
+def _place(weight: jax.Array, config: ModelConfig, axes: tuple[str | None, ...]) -> jax.Array:
+    # Where this mesh has other parts than the one that the weights were trained on, first into these: an
+    # all-to-all. In one step XLA would gather the whole weight on every device.
+    parted = constrain(weight.astype(config.compute_dtype), *axes)
+    return constrain(parted, *[None if axis == "embed" else axis for axis in axes])
 
 
 def _to_int8(weights: Params) -> Params:

@@ -188,8 +188,12 @@ class StepPrograms:
         resident: float,
         trips: float = 1.0,
         mesh: Mesh | None = None,
+        earlier: int = 0,
     ) -> Any:
-        """Shapes and shardings of the program's results; None where it does not fit."""
+        """Shapes and shardings of the program's results; None where it does not fit.
+
+        The results of so many `earlier` calls are still there in the last one.
+        """
         say(f"{name}: {shape}")
         mesh = self.mesh if mesh is None else mesh
         with jax.set_mesh(mesh):
@@ -200,6 +204,7 @@ class StepPrograms:
                 needed = None if error.bytes is None else error.bytes + resident
                 self.programs.append(ProgramPlan(name, shape, calls, trips, resident, None, needed))
                 return None
+        resident += earlier * bytes_per_chip(compiled.results)
         needed = compiled.cost.peak_bytes + resident
         own = compiled.cost.peak_bytes / GIB
         seconds = compiled.cost.compile_seconds
@@ -217,16 +222,7 @@ class StepPrograms:
         )
         slots_count, cache_size = plan.slots[0], plan.caches[-1]
         states = self.actor_bytes + self.critic_bytes + self.reference_bytes
-        params = self.actor.abstract_state.params
-        weights = self.compile(
-            say,
-            "reshard",
-            "parameters to bfloat16 weights for decoding",
-            lambda: programs.decode_weights.trace(params, self.policy, int8=rollout.int8_weights),
-            calls=1,
-            resident=states - self.params_bytes,
-            mesh=mesh,
-        )
+        weights = self._decode_weights(say, states)
         if weights is None:
             return
         weight_bytes = bytes_per_chip(weights)
@@ -288,6 +284,34 @@ class StepPrograms:
             trips=CHUNK_STEPS,
             mesh=mesh,
         )
+
+    def _decode_weights(self, say: Callable[[str], None], states: float) -> Any:
+        """The weights for decoding, beside the `states`; None where they do not fit."""
+        policy, count = self.policy, self.policy.num_layers
+        layers, rest = programs.split_layers(self.actor.abstract_state.params)
+        int8 = self.config.rollout.int8_weights
+        layer = self.compile(
+            say,
+            "reshard layer",
+            "a layer to weights for decoding",
+            lambda: programs.decode_layer.trace(layers, _integers(), policy, int8=int8),
+            calls=count,
+            resident=states - bytes_per_chip(layers),
+            mesh=self.rollout_mesh,
+            earlier=count - 1,
+        )
+        if layer is None:
+            return None
+        placed = self.compile(
+            say,
+            "reshard rest",
+            "embedding, norm and head to weights for decoding",
+            lambda: programs.decode_rest.trace(rest, policy),
+            calls=1,
+            resident=states - bytes_per_chip(rest) + count * bytes_per_chip(layer),
+            mesh=self.rollout_mesh,
+        )
+        return None if placed is None else {**placed, "layers": (layer,) * count}
 
     def _rows(self, sequences: int) -> tuple[Any, float, str]:
         """(packed shape, micro-batches in use at the plan's lengths, in words) of so many sequences."""

@@ -13,7 +13,7 @@ from vcppo_jax.aot.program import GIB
 from vcppo_jax.phases.plan import SPARE, ProgramPlan, RunPlan
 from vcppo_jax.phases.utilisation import step_flops
 
-ROLLOUT = ("reshard", "new slots", "prefill", "swap", "decode")
+ROLLOUT = ("reshard layer", "reshard rest", "new slots", "prefill", "swap", "decode")
 COMPILERS = ("jax", "jaxlib", "libtpu", "jax-cuda12-pjrt", "jax-cuda12-plugin")
 
 

@@ -26,7 +26,7 @@ from vcppo_jax.models.decode import Cache
 from vcppo_jax.models.networks import Policy
 from vcppo_jax.rollout.plan import CHUNK_STEPS, SHRINK_STEPS, Plan, Progress, plan_slots, prompt_bucket
 from vcppo_jax.rollout.programs import advance as _advance
-from vcppo_jax.rollout.programs import decode_weights as _decode_weights
+from vcppo_jax.rollout.programs import decode_weights
 from vcppo_jax.rollout.programs import grow_cache as _grow_cache
 from vcppo_jax.rollout.programs import keep_cache as _keep_cache
 from vcppo_jax.rollout.programs import keep_slots as _keep_slots
@@ -116,7 +116,7 @@ def generate(
         sampling.max_new_tokens,
     )
     with contextlib.nullcontext() if mesh is None else jax.set_mesh(mesh):
-        weights = _decode_weights(policy.params, config, int8=int8_weights)
+        weights = decode_weights(policy.params, config, int8=int8_weights)
         call = _Call(
             weights, config, prompts, sampling, key, eos_ids, pad_id, plan, bucket, ids, row_limits, mesh
         )
