@@ -181,8 +181,19 @@ ENTRY %main.3 (k.3: f32[64,128], i.3: s32[2,1], u.3: f32[2,128]) -> f32[64,128] 
 
 def test_a_scatter_in_place_and_a_slice_into_a_core_count_their_parts():
     """Two rows are read and written, 16 of them go into the core's memory; the 64 are never read whole."""
-    work = traffic(parse_module(TPU_CACHE_TEXT), devices=1, unknown_trips=1)
-    assert work.bytes == 2 * 2 * 128 * 4 + 2 * 4 + 16 * 128 * 4
+    expected = 2 * 2 * 128 * 4 + 2 * 4 + 16 * 128 * 4
+    assert traffic(parse_module(TPU_CACHE_TEXT), devices=1, unknown_trips=1).bytes == expected
+    # As the compiler dumps it, which is not how `as_text` spells it.
+    dumped = TPU_CACHE_TEXT.replace("slice-start(%f.3)", "async-start(%f.3), calls=%async.1").replace(
+        "ENTRY",
+        """%async.1 (a.1: f32[64,128]) -> f32[16,128] {
+  %a.1 = f32[64,128]{1,0:T(8,128)} parameter(0)
+  ROOT %c.1 = f32[16,128]{1,0:T(8,128)S(1)} slice(%a.1), slice={[0:16], [0:128]}
+}
+
+ENTRY""",
+    )
+    assert traffic(parse_module(dumped), devices=1, unknown_trips=1).bytes == expected
 
 
 TPU_GATHER_TEXT = """HloModule jit_f, is_scheduled=true

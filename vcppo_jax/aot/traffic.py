@@ -221,7 +221,7 @@ def _plain_bytes(where: Computation, what: Instruction) -> float:
     """Bytes of an instruction that is not fused."""
     result = sum(array.size for array in what.result if not array.on_chip)
     if what.opcode in ("dynamic-slice", "slice", "gather"):
-        return 2 * result
+        return result + min(sum(array.size for array in what.result), where.bytes_of(what.operands[0]))
     if what.opcode in ("copy-start", "slice-start"):
         # The result of the one holds the copy first, that of the other the array that is sliced.
         copy = what.result[0 if what.opcode == "copy-start" else 1]
