@@ -104,11 +104,11 @@ def test_int8_weights_are_rounded_by_half_a_step_and_decode_close_by(case):
     exact, rounded = decode_weights(params, config), decode_weights(params, config, int8=True)
     for name, weights in rounded["layers"][1].items():
         if isinstance(weights, dict):
-            assert weights["kernel"].dtype == jnp.int8
-            wide = np.asarray(exact["layers"][1][name]["kernel"])
+            assert weights["transposed"].dtype == jnp.int8
+            wide = np.asarray(exact["layers"][1][name]["transposed"]).T
             scale = np.asarray(weights["scale"])
             np.testing.assert_allclose(scale, np.abs(wide).max(axis=0) / 127, rtol=1e-6)
-            error = np.abs(wide - np.asarray(weights["kernel"], np.float32) * scale)
+            error = np.abs(wide - np.asarray(weights["transposed"], np.float32).T * scale)
             assert (error <= 0.5001 * scale).all()
         else:
             np.testing.assert_array_equal(weights, exact["layers"][1][name])

@@ -53,6 +53,10 @@ class Cache:
         return 3 if self.keys_slots_last else 2, 2
 
 
+def _on_cpu() -> bool:
+    return context_device().platform == "cpu"
+
+
 def _keys_slots_last() -> bool:
     """Whether keys are best kept as [B, K, H, S] on the devices in context.
 
@@ -60,7 +64,7 @@ def _keys_slots_last() -> bool:
     320 and 1,024 tokens). On TPU XLA keeps the width innermost, and would copy such a cache at the entry
     and the exit of every program.
     """
-    return context_device().platform == "cpu"
+    return _on_cpu()
 
 
 def decode_layer(layers: Params, index: jax.Array, config: ModelConfig, *, int8: bool = False) -> Params:
@@ -68,7 +72,7 @@ def decode_layer(layers: Params, index: jax.Array, config: ModelConfig, *, int8:
 
     On a mesh its weights are split over `tensor` alone: a decode step then gathers no weights, which over
     `fsdp` it would do for every token. With `int8` the kernels are whole numbers of 8 bits and have a
-    `scale` [out] beside them.
+    `scale` [out] beside them. On CPU they are `transposed` (see `decoder.linear`).
     """
     specs = weight_specs(config, head="lm")["layers"]
 
@@ -77,18 +81,27 @@ def decode_layer(layers: Params, index: jax.Array, config: ModelConfig, *, int8:
         return _place(weight, config, spec.axes[1:])
 
     placed = jax.tree.map(one, specs, layers, is_leaf=is_spec)
-    if not int8:
-        return placed
-    return {name: _to_int8(w) if isinstance(w, dict) else w for name, w in placed.items()}
+    linear_maps = {name: weights for name, weights in placed.items() if isinstance(weights, dict)}
+    if int8:
+        linear_maps = {name: _to_int8(weights) for name, weights in linear_maps.items()}
+    if _on_cpu():
+        linear_maps = {name: _transposed(weights) for name, weights in linear_maps.items()}
+    return {**placed, **linear_maps}
 
 
 def decode_rest(rest: Params, config: ModelConfig) -> Params:
-    """The weights outside of the layers, in the compute dtype, laid out for decoding like them."""
+    """The weights outside of the layers, in the compute dtype, laid out for decoding like them.
+
+    On CPU a head of its own is `lm_head_transposed` [V, D], as a tied one is anyway.
+    """
     specs = weight_specs(config, head="lm")
-    return {
+    placed = {
         name: jax.tree.map(lambda s, w: _place(w, config, s.axes), specs[name], weight, is_leaf=is_spec)
         for name, weight in rest.items()
     }
+    if "lm_head" in placed and _on_cpu():
+        placed["lm_head_transposed"] = placed.pop("lm_head").T
+    return placed
 
 
 def _place(weight: jax.Array, config: ModelConfig, axes: tuple[str | None, ...]) -> jax.Array:
@@ -96,6 +109,11 @@ def _place(weight: jax.Array, config: ModelConfig, axes: tuple[str | None, ...])
     # all-to-all. In one step XLA would gather the whole weight on every device.
     parted = constrain(weight.astype(config.compute_dtype), *axes)
     return constrain(parted, *[None if axis == "embed" else axis for axis in axes])
+
+
+def _transposed(weights: Params) -> Params:
+    rest = {name: weight for name, weight in weights.items() if name != "kernel"}
+    return {**rest, "transposed": weights["kernel"].T}
 
 
 def _to_int8(weights: Params) -> Params:

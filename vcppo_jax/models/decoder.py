@@ -13,6 +13,8 @@ from vcppo_jax.models.config import ModelConfig, RopeConfig
 from vcppo_jax.sharding import axis_shards, constrain
 
 Params = Any
+FEW_ROWS = 64
+"""Up to so many rows, decoding on CPU multiplies from the left (`_decoding_product`)."""
 
 REMAT_POLICIES = {
     "full": jax.checkpoint_policies.nothing_saveable,
@@ -64,12 +66,28 @@ def linear(weights: Params, x: jax.Array) -> jax.Array:
     As a product of two matrices: XLA's CPU backend takes twice as long for the weight's gradient when it
     contracts two axes of `x`. Not where the length is split: parts of rows are no part of all positions.
     """
-    kernel = weights["kernel"].astype(x.dtype)
     flat = x if axis_shards("length") > 1 else x.reshape(-1, x.shape[-1])
-    y = (flat @ kernel).reshape(*x.shape[:-1], kernel.shape[-1])
+    if "transposed" in weights:  # of those for decoding on CPU
+        y = _decoding_product(weights["transposed"].astype(x.dtype), flat)
+    else:
+        y = flat @ weights["kernel"].astype(x.dtype)
+    y = y.reshape(*x.shape[:-1], y.shape[-1])
     if "scale" in weights:  # of the 8-bit kernels that decoding may use
         y = y * weights["scale"]
     return y + weights["bias"].astype(x.dtype) if "bias" in weights else y
+
+
+def _decoding_product(kernel: jax.Array, x: jax.Array) -> jax.Array:
+    """x times the transpose of `kernel` [out, in], fast for few rows on CPU.
+
+    XLA takes a few rows of `x` at a time and reads the weights anew for each few, unless the weights are the
+    left side. A token's linear maps take 0.68 of the time at 8 rows and 0.75 at 32 with AVX2, 0.9 at 8 and
+    the same at 32 with AVX-512; with 128 rows nothing is won.
+    """
+    if x.ndim > 2 or x.shape[0] > FEW_ROWS:
+        return x @ kernel.T
+    # Without the barrier XLA would swap the sides back.
+    return jax.lax.optimization_barrier(kernel @ x.T).T
 
 
 def project_qkv(

@@ -15,8 +15,9 @@ TOKENS_PER_CHUNK = 1024
 
 def logits(params: Params, config: ModelConfig, hidden: jax.Array) -> jax.Array:
     """[..., V] float32 of `hidden` [..., D]; for a few positions only, never a whole [B, T] batch."""
-    if config.tie_word_embeddings:
-        kernel = params["embed"].astype(hidden.dtype)
+    by_row = params["embed"] if config.tie_word_embeddings else params.get("lm_head_transposed")
+    if by_row is not None:
+        kernel = by_row.astype(hidden.dtype)
         return jnp.einsum("...d,vd->...v", hidden, kernel, preferred_element_type=jnp.float32)
     kernel = params["lm_head"].astype(hidden.dtype)
     return jnp.einsum("...d,dv->...v", hidden, kernel, preferred_element_type=jnp.float32)
