@@ -7,23 +7,17 @@ GPUs, splash attention on TPU, and a blocked form that runs everywhere.
 from __future__ import annotations
 
 import functools
-import itertools
 import math
 from collections.abc import Callable
 
 import jax
 import jax.numpy as jnp
 
+from vcppo_jax.models.blocked_attention import blocked
 from vcppo_jax.sharding import axis_shards, context_device, exchange, gather, map_shards
 
 Attend = Callable[[jax.Array, jax.Array, jax.Array, jax.Array | None], jax.Array]
 
-QUERY_BLOCK = 512
-"""Queries whose scores exist at once in the blocked form; rows up to this long are computed in one piece."""
-BLOCK_SCORES = QUERY_BLOCK * 4096
-"""Scores of a head that exist at once at most: rows above 4,096 have smaller blocks, down to 128 queries."""
-KEY_SPANS = 4
-"""The blocked form gives queries in the first 1/4 of a row 1/4 of the keys, and so on: 5/8 of the work."""
 SPLASH_BLOCK = 512
 """Tile of the splash kernels, in queries and in keys; MaxText trains with this size."""
 CUDNN_TOKENS_PER_SEGMENT = 256
@@ -51,7 +45,7 @@ def attention(
 
     `implementation` is "blocked", "cudnn" (float16 or bfloat16; packed rows need a Hopper GPU or newer),
     "splash" (TPU), or "auto", see `choose`. `block` is the number of queries at a time in the blocked form,
-    by default `query_block` of L.
+    by default `blocked_attention.QUERY_BLOCK`.
 
     Raises ValueError for another name and where cuDNN cannot compute in the dtype.
     """
@@ -95,92 +89,6 @@ def _older_than_hopper() -> bool:
     if jax.default_backend() != "gpu":
         return False
     return float(jax.devices()[0].compute_capability) < 9.0
-
-
-def query_block(length: int) -> int:
-    """How many queries the blocked form computes at a time in rows of `length`."""
-    return min(QUERY_BLOCK, max(128, BLOCK_SCORES // length // 128 * 128))
-
-
-def blocked(
-    query: jax.Array,
-    key: jax.Array,
-    value: jax.Array,
-    segment_ids: jax.Array | None,
-    *,
-    block: int | None = None,
-) -> jax.Array:
-    """`attention` by scans over blocks of queries, each recomputed in the backward pass.
-
-    The scores in memory are [B, N, block, L].
-    """
-    length = query.shape[1]
-    if block is None:
-        block = query_block(length)
-    if length <= block:
-        return _attend(query, key, value, segment_ids, jnp.int32(0), segment_ids)
-    blocks = -(-length // block)
-    spans = min(KEY_SPANS, blocks)
-    bounds = [blocks * i // spans * block for i in range(spans)] + [length]
-    outs = [
-        _attend_blocks(query, key, value, segment_ids, start, stop, block)
-        for start, stop in itertools.pairwise(bounds)
-    ]
-    return jnp.concatenate(outs, axis=1)
-
-
-def _attend_blocks(
-    query: jax.Array,
-    key: jax.Array,
-    value: jax.Array,
-    segment_ids: jax.Array | None,
-    start: int,
-    stop: int,
-    block: int,
-) -> jax.Array:
-    """`attention` at `start` to `stop`: one scan over blocks of queries, which read the keys up to `stop`."""
-    blocks = -(-(stop - start) // block)
-    padding = blocks * block - (stop - start)
-    keys, values = key[:, :stop], value[:, :stop]
-    key_segments = None if segment_ids is None else segment_ids[:, :stop]
-
-    def split(x: jax.Array) -> jax.Array:
-        padded = jnp.pad(x[:, start:stop], ((0, 0), (0, padding), *[(0, 0)] * (x.ndim - 2)))
-        return jnp.moveaxis(padded.reshape(x.shape[0], blocks, block, *x.shape[2:]), 1, 0)
-
-    @jax.checkpoint
-    def one_block(first: jax.Array, queries: jax.Array, segments: jax.Array | None) -> jax.Array:
-        return _attend(queries, keys, values, segments, first, key_segments)
-
-    firsts = start + jnp.arange(blocks, dtype=jnp.int32) * block
-    segments = None if segment_ids is None else split(segment_ids)
-    _, out = jax.lax.scan(lambda carry, x: (carry, one_block(*x)), None, (firsts, split(query), segments))
-    return jnp.moveaxis(out, 0, 1).reshape(query.shape[0], -1, *query.shape[2:])[:, : stop - start]
-
-
-def _attend(
-    query: jax.Array,
-    key: jax.Array,
-    value: jax.Array,
-    query_segments: jax.Array | None,
-    start: jax.Array,
-    key_segments: jax.Array | None,
-) -> jax.Array:
-    """Attention of the queries at positions `start`, `start` + 1, ... over all keys."""
-    batch, queries, heads, head_dim = query.shape
-    kv_heads = key.shape[2]
-    grouped = query.reshape(batch, queries, kv_heads, heads // kv_heads, head_dim)
-    scores = jnp.einsum("bqkgh,bskh->bkgqs", grouped, key, preferred_element_type=jnp.float32)
-    scores = scores * head_dim**-0.5
-    visible = (start + jnp.arange(queries))[:, None] >= jnp.arange(key.shape[1])[None, :]
-    visible = visible[None]
-    if query_segments is not None and key_segments is not None:
-        visible = visible & (query_segments[:, :, None] == key_segments[:, None, :])
-    # A finite bound: a row of a padded query block may see nothing and must not become NaN.
-    scores = jnp.where(visible[:, None, None], scores, -1e30)
-    weights = jax.nn.softmax(scores, axis=-1).astype(value.dtype)
-    out = jnp.einsum("bkgqs,bskh->bqkgh", weights, value)
-    return out.reshape(query.shape)
 
 
 def _on_each_shard(kernel: Attend) -> Attend:
@@ -251,9 +159,7 @@ def cudnn(query: jax.Array, key: jax.Array, value: jax.Array, segment_ids: jax.A
         jnp.all(counts <= most),
         lambda: _cudnn_packed(query, key, value, offsets, lengths),
         # One scan, to compile fast, over blocks so small that this branch does not set the program's memory.
-        jax.checkpoint(
-            lambda: _attend_blocks(query, key, value, segment_ids, 0, query.shape[1], QUERY_BLOCK // 8)
-        ),
+        jax.checkpoint(lambda: blocked(query, key, value, segment_ids, block=64, spans=1)),
     )
 
 

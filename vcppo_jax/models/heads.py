@@ -63,7 +63,7 @@ def _chunked_logprobs(
 ) -> tuple[jax.Array, jax.Array]:
     """`token_logprobs` of one device's positions; of the vocabulary the head may have this device's part."""
     count = targets.size
-    width = min(count, chunk)
+    width = max(1, min(count, chunk))
     chunks = -(-count // width)
 
     def split(x: jax.Array) -> jax.Array:
