@@ -134,7 +134,7 @@ def make_iteration(path: str, work: Answer) -> Callable[[list[list[int]], int, S
             np.asarray(rollout.tokens),
             np.asarray(rollout.lengths),
             lambda count: pack_shape(
-                sequences=count, row_tokens=longest, micro_batch_tokens=2 * longest, shards=1
+                sequences=count, row_tokens=longest, micro_batch_tokens=longest, shards=1
             ),
         )
         with stage("old_log_prob"):
