@@ -121,7 +121,7 @@ def test_a_real_run_is_stopped_by_slurm_and_goes_on(slurm: Slurm):
         *(f"--export=ALL,PATH={path},XLA_FLAGS={flags},PYTHONPATH={ROOT}", LAUNCH / "slurm.sh", "tiny.yaml"),
     )
     metrics = directory / "run" / "sft" / "metrics.jsonl"
-    slurm.until(metrics.exists, seconds=300)
+    slurm.until(lambda: metrics.exists() and "\n" in metrics.read_text(), seconds=300)
     slurm("scancel", "--signal=TERM", job)  # to the tasks, as preemption and the time limit send it
     done = slurm.wait(job, "COMPLETED", seconds=300)
     assert done["Restarts"] == "1"

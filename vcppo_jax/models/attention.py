@@ -159,7 +159,7 @@ def cudnn(query: jax.Array, key: jax.Array, value: jax.Array, segment_ids: jax.A
         jnp.all(counts <= most),
         lambda: _cudnn_packed(query, key, value, offsets, lengths),
         # One scan, to compile fast, over blocks so small that this branch does not set the program's memory.
-        jax.checkpoint(lambda: blocked(query, key, value, segment_ids, block=64, spans=1)),
+        jax.checkpoint(lambda: blocked(query, key, value, segment_ids, block=32, spans=1)),
     )
 
 
