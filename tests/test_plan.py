@@ -254,13 +254,18 @@ def test_an_unknown_loop_inside_a_loop_runs_once():
 
 
 def test_links_of_a_torus_and_of_hosts():
-    v5p = Topology("v5p:4x4x2", (), chip_of("TPU v5p"), (4, 4, 2))
+    v5p = Topology("v5p:4x4x4", (), chip_of("TPU v5p"), (4, 4, 4))
     ring = [(x, 0, 0) for x in range(4)]
     assert links(v5p, ring, ring=True) == ("ici, 1 dim.", 180.0)
     assert links(v5p, ring[:2], ring=True) == ("ici, 1 dim.", 90.0)  # a part of the ring is a line
     plane = [(x, y, 0) for x in range(4) for y in range(4)]
     assert links(v5p, plane, ring=True) == ("ici, 2 dim.", 360.0)
     assert links(v5p, [(0, 0, 0), (0, 0, 1)], ring=True) == ("ici, 1 dim.", 90.0)
+    part = Topology("v5p:4x4x2", (), chip_of("TPU v5p"), (4, 4, 2))  # less than a cube: no torus
+    assert links(part, ring, ring=True) == ("ici, 1 dim.", 90.0)
+    v5e = Topology("v5e:8x16", (), chip_of("TPU v5 lite"), (8, 16))
+    assert links(v5e, [(0, y) for y in range(16)], ring=True)[1] == 2 * v5e.chip.link_gbps
+    assert links(v5e, [(x, 0) for x in range(8)], ring=True)[1] == v5e.chip.link_gbps
     h100 = Topology("h100:2x8", (), chip_of("NVIDIA H100"), (2, 8))
     assert links(h100, [(0, gpu) for gpu in range(8)], ring=True) == ("nvlink", 450.0)
     assert links(h100, [(0, 0), (1, 0)], ring=True) == ("network", 50.0)

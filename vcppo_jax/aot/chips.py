@@ -28,7 +28,10 @@ class Chip:
     network_gbps: float
     """Between hosts (GPU) or slices (TPU), per chip, one way."""
     wraps: int
-    """TPU: sizes of a torus dimension that are a multiple of this are rings, others lines; 0 for GPUs."""
+    """TPU: sizes of a dimension that are a multiple of this are rings, others lines; 0 for GPUs.
+
+    Of three dimensions either all are rings or none: slices smaller than a cube of 4 x 4 x 4 are no torus.
+    """
 
 
 CHIPS = {

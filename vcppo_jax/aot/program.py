@@ -178,10 +178,12 @@ def links(topology: Topology, places: list[tuple[int, ...]], *, ring: bool) -> t
         used = [d for d, span in enumerate(spans) if len(span) > 1]
         if not ring:
             return "ici", chip.link_gbps
+        rings = [size % chip.wraps == 0 for size in topology.shape]
+        if len(rings) == 3:
+            rings = [all(rings)] * 3
         gbps = 0.0
         for d in used:
-            size = topology.shape[d]
-            closed = size % chip.wraps == 0 and len(spans[d]) == size
+            closed = rings[d] and len(spans[d]) == topology.shape[d]
             gbps += chip.link_gbps * (2 if closed else 1)
         return f"ici, {len(used)} dim.", gbps
     if len(spans[0]) == 1:

@@ -19,7 +19,7 @@ COMPILERS = ("jax", "jaxlib", "libtpu", "jax-cuda12-pjrt", "jax-cuda12-plugin")
 
 @dataclasses.dataclass(frozen=True)
 class StepTimes:
-    """Predicted for one step of RL and for the run; no run takes less, for all of it is at the roofline."""
+    """Predicted for one step of RL and for the run: all at the roofline, decoding with the largest cache."""
 
     seconds: float
     rollout_seconds: float
@@ -165,7 +165,8 @@ def _verdict(plan: RunPlan) -> list[str]:
         "",
         f"A step: {times.seconds:,.0f} s, of which the rollout {times.rollout_seconds:,.0f} s; "
         f"{times.tokens_per_second:,.0f} tokens/s, MFU {times.mfu:.1%}; the run: {times.days:.1f} days. "
-        "These are bounds, not measurements: every program at its roofline, no waiting, no host.",
+        "Not measured: every program is at its roofline, decode steps have the largest cache, and there is "
+        "no waiting, no host and no evaluation.",
     ]
 
 
