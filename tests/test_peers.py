@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import pickle
 import socket
 import subprocess
@@ -165,6 +166,18 @@ def test_a_stranger_is_turned_away(monkeypatch):
         client.connect(store, "127.0.0.1:1", 10)
         accepting.result(10)
     assert list(server._peers.values()) == [f"process 1 ({HOST})"]
+
+
+def test_the_processes_that_stay_away_are_named():
+    store = Store()
+    with ThreadPoolExecutor(1) as pool:
+        accepting = pool.submit(peers.Job(0, 4).connect, store, "127.0.0.1:1", 1)
+        assert store.there.wait(10)
+        port, token = store.values["vcppo/peers"].split()
+        with socket.create_connection(("127.0.0.1", int(port))) as second:
+            second.sendall(json.dumps({"token": token, "process": 2, "host": "x"}).encode() + b"\n")
+            with pytest.raises(TimeoutError, match="nothing heard from process 1, 3 for 1 s"):
+                accepting.result(10)
 
 
 def test_one_of_several_processes_does_not_run_alone(tmp_path, monkeypatch, capsys):

@@ -162,13 +162,18 @@ class Job:
     def _accept(self, client: Any, timeout_s: int) -> None:
         family = socket.AF_INET6 if socket.has_dualstack_ipv6() else socket.AF_INET
         token, until = secrets.token_hex(16), time.monotonic() + timeout_s
+        missing = set(range(1, self.count))
         with socket.create_server(
             ("", 0), family=family, backlog=self.count, dualstack_ipv6=family == socket.AF_INET6
         ) as server:
             client.key_value_set(_KEY, f"{server.getsockname()[1]} {token}")
             while len(self._peers) < self.count - 1:
                 server.settimeout(max(0.1, until - time.monotonic()))
-                connection, _ = server.accept()
+                try:
+                    connection, _ = server.accept()
+                except TimeoutError:
+                    absent = ", ".join(map(str, sorted(missing)))
+                    raise TimeoutError(f"nothing heard from process {absent} for {timeout_s} s") from None
                 connection.settimeout(10)
                 try:
                     hello = _lines(connection)[0]
@@ -177,6 +182,7 @@ class Job:
                 if hello.get("token") != token:  # somebody who tries out ports
                     connection.close()
                     continue
+                missing.discard(hello["process"])
                 self._peers[connection] = f"process {hello['process']} ({hello['host']})"
                 _send(connection, {"host": socket.gethostname()})
                 _keep_alive(connection)
