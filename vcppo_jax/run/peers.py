@@ -167,7 +167,7 @@ class Job:
             ("", 0), family=family, backlog=self.count, dualstack_ipv6=family == socket.AF_INET6
         ) as server:
             client.key_value_set(_KEY, f"{server.getsockname()[1]} {token}")
-            while len(self._peers) < self.count - 1:
+            while missing:
                 server.settimeout(max(0.1, until - time.monotonic()))
                 try:
                     connection, _ = server.accept()
